@@ -1,0 +1,102 @@
+"""What one forward needs to know beside its tokens, computed from tensors inside the compiled forward.
+
+There is no second "replay metadata": positions, slots and offsets are functions of ``seq_lens``, ``page_table`` and the
+layout, evaluated by the same code in eager mode, at capture and at replay. All of it runs on the device without a sync.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specops.layout import QueryLayout
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """Metadata of one forward over ``T`` rows of ``B`` requests.
+
+    Attributes:
+        positions: ``[T]`` int64 rotary position of each row, never negative.
+        slots: ``[T]`` int64 cache slot of each row's K/V, -1 for rows that must write nothing.
+        page_table: ``[B, max_pages]`` int32.
+        seq_lens: ``[B]`` int32, keys including the request's own rows.
+        layout: how rows belong to requests.
+        tree_mask: ``[T, W]`` bool or None, see :func:`specops.ops.mha`.
+        plan: handle of a planned backend, or None.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    layout: QueryLayout
+    tree_mask: Tensor | None = None
+    plan: Tensor | None = None
+
+
+def attention_metadata(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    layout: QueryLayout,
+    page_size: int,
+    *,
+    num_tokens: int | None = None,
+    depths: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    plan: Tensor | None = None,
+) -> AttentionMetadata:
+    """Positions and slots of every row.
+
+    Row ``i`` of a request with ``c`` rows stands at position ``seq_len - c + i``. Rows at a negative position (a padded
+    request has ``seq_len`` 0), behind the page table, or on the reserved page 0 get slot -1: they write nothing.
+
+    Args:
+        page_table: ``[B, max_pages]`` int32.
+        seq_lens: ``[B]`` int32, keys including the request's own rows.
+        layout: uniform or packed.
+        page_size: tokens per page.
+        num_tokens: ``T``; needed for a packed layout, whose ``T`` is not known on the host.
+        depths: ``[T]`` int64, depth of each row in its tree. Slots stay consecutive, while the rotary position becomes
+            ``seq_len - W + depth``, ``W`` being the width of ``tree_mask``.
+        tree_mask: ``[T, W]`` bool.
+        plan: handle of a planned backend.
+    """
+    batch, device = page_table.shape[0], page_table.device
+    if layout.is_uniform:
+        width = layout.tokens_per_request
+        own = torch.arange(width, device=device)
+        place = (seq_lens.long()[:, None] - width + own[None, :]).reshape(-1)
+        request = torch.arange(batch, device=device)[:, None].expand(batch, width).reshape(-1)
+    else:
+        if num_tokens is None:
+            raise ValueError("a packed layout needs num_tokens, the number of rows")
+        assert layout.query_start is not None
+        request = layout.request_ids(num_tokens, batch, device)
+        behind = layout.query_start[1:].long()[request] - torch.arange(num_tokens, device=device)
+        # Rows after the last request belong to nobody: behind is not positive there.
+        place = torch.where(behind > 0, seq_lens.long()[request] - behind, -1)
+    slots = slots_of(place, request, page_table, page_size)
+    positions = place
+    if depths is not None:
+        if tree_mask is None:
+            raise ValueError("depths need the tree_mask they belong to")
+        positions = seq_lens.long()[request] - tree_mask.shape[1] + depths
+    return AttentionMetadata(positions.clamp(min=0), slots, page_table, seq_lens, layout, tree_mask, plan)
+
+
+def slots_of(places: Tensor, requests: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """``[T]`` int64 cache slot of each ``(request, place in its sequence)``; -1 where nothing may be written.
+
+    Args:
+        places: ``[T]`` int64 index into the request's sequence.
+        requests: ``[T]`` int64 row of the page table.
+        page_table: ``[B, max_pages]`` int32.
+        page_size: tokens per page.
+    """
+    column = places // page_size
+    inside = (places >= 0) & (column < page_table.shape[1])
+    page = page_table[requests, column.clamp(0, page_table.shape[1] - 1)].long()
+    return torch.where(inside & (page > 0), page * page_size + places % page_size, -1)

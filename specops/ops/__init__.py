@@ -1,0 +1,23 @@
+"""specops' torch ops, thinly wrapped: arguments are checked and a backend is chosen, then ``torch.ops.specops.*`` runs."""
+
+from specops.ops.attention import checked, mha, mla
+from specops.ops.backends import AttentionRequest, Capabilities, UnsupportedAttention, backends, register_backend
+from specops.ops.store_kv import move_kv, move_latent, store_kv, store_latent
+from specops.ops.tree import build_tree, verify_greedy
+
+__all__ = [
+    "AttentionRequest",
+    "Capabilities",
+    "UnsupportedAttention",
+    "backends",
+    "build_tree",
+    "checked",
+    "mha",
+    "mla",
+    "move_kv",
+    "move_latent",
+    "register_backend",
+    "store_kv",
+    "store_latent",
+    "verify_greedy",
+]

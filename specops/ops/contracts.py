@@ -1,0 +1,147 @@
+"""Every schema and every fake kernel of specops, to be read from top to bottom. Imports torch alone.
+
+One schema per family serves all its backends: ``specops::triton_mha`` and ``specops::reference_mha`` differ in name only,
+so a graph dump names the backend and nothing else changes. Attention is functional and returns a fresh, contiguous
+tensor; the stores and moves mutate their caches and return nothing. Whatever an op reads is one of its arguments.
+
+Fakes look at shapes and dtypes only, never at values.
+
+    T query rows, B requests, Hq query heads, Hkv KV heads, D key dim, Dv value dim, P pages, S page size,
+    Dc latent dim, Dr rotary dim, W tree width, n nodes of a draft tree
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+NAMESPACE = "specops"
+LIBRARY = Library(NAMESPACE, "FRAGMENT")
+
+# A uniform layout is written as query_start=None with max_query_len rows for every request.
+MHA_SCHEMA = (
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, Tensor? query_start, "
+    "SymInt max_query_len, float scale, SymInt? window=None, float? softcap=None, Tensor? sinks=None, "
+    "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? plan=None) -> Tensor"
+)
+MLA_SCHEMA = (
+    "(Tensor q_latent, Tensor q_rope, Tensor kv_cache, Tensor page_table, Tensor seq_lens, Tensor? query_start, "
+    "SymInt max_query_len, float scale, SymInt? window=None, float? softcap=None, Tensor? sinks=None, "
+    "Tensor? tree_mask=None, Tensor? kv_scale=None, Tensor? plan=None) -> Tensor"
+)
+STORE_KV_SCHEMA = (
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()"
+)
+STORE_LATENT_SCHEMA = "(Tensor(a!) kv_cache, Tensor latent, Tensor rope, Tensor slots, Tensor? kv_scale=None) -> ()"
+MOVE_KV_SCHEMA = "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor source_slots, Tensor target_slots) -> ()"
+MOVE_LATENT_SCHEMA = "(Tensor(a!) kv_cache, Tensor source_slots, Tensor target_slots) -> ()"
+BUILD_TREE_SCHEMA = (
+    "(Tensor root_tokens, Tensor candidate_tokens, Tensor candidate_scores, Tensor candidate_parents, "
+    "SymInt num_draft_tokens, int num_steps) "
+    "-> (Tensor tokens, Tensor parents, Tensor depths, Tensor tree_mask, Tensor first_child, Tensor next_sibling)"
+)
+VERIFY_GREEDY_SCHEMA = (
+    "(Tensor tokens, Tensor parents, Tensor depths, Tensor target_tokens, int num_steps) "
+    "-> (Tensor accept_lens, Tensor accept_index, Tensor accept_tokens)"
+)
+
+
+def fake_mha(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor | None,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+) -> Tensor:
+    """``[T, Hq, Dv]`` in q's dtype, contiguous whatever q's strides are."""
+    return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
+
+
+def fake_mla(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor | None,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+) -> Tensor:
+    """``[T, H, Dc]`` in q_latent's dtype, contiguous whatever q_latent's strides are."""
+    return q_latent.new_empty(q_latent.shape)
+
+
+def fake_store_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Mutates the two caches, returns nothing."""
+
+
+def fake_store_latent(kv_cache: Tensor, latent: Tensor, rope: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
+    """Mutates the cache, returns nothing."""
+
+
+def fake_move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """Mutates the two caches, returns nothing."""
+
+
+def fake_move_latent(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """Mutates the cache, returns nothing."""
+
+
+def fake_build_tree(
+    root_tokens: Tensor,
+    candidate_tokens: Tensor,
+    candidate_scores: Tensor,
+    candidate_parents: Tensor,
+    num_draft_tokens: int,
+    num_steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``[B, n]`` int64 tokens, parents, depths; ``[B * n, n]`` bool mask; ``[B, n]`` int64 first child, next sibling."""
+    batch = root_tokens.shape[0]
+    node = candidate_tokens.new_empty
+    shape = (batch, num_draft_tokens)
+    return (
+        node(shape),
+        node(shape),
+        node(shape),
+        candidate_tokens.new_empty((batch * num_draft_tokens, num_draft_tokens), dtype=torch.bool),
+        node(shape),
+        node(shape),
+    )
+
+
+def fake_verify_greedy(
+    tokens: Tensor, parents: Tensor, depths: Tensor, target_tokens: Tensor, num_steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B]`` int32 lengths; ``[B, num_steps + 1]`` int64 node indices and int64 emitted tokens."""
+    batch = tokens.shape[0]
+    return (
+        tokens.new_empty((batch,), dtype=torch.int32),
+        tokens.new_empty((batch, num_steps + 1)),
+        tokens.new_empty((batch, num_steps + 1)),
+    )

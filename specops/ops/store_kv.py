@@ -1,0 +1,199 @@
+"""Writing K/V into a paged cache, and moving what a verify step accepted: ops that mutate and return nothing.
+
+``slot = page * page_size + offset``; a negative slot is skipped, so padded and surplus rows write no page.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specops.ops import contracts
+from specops.ops.backends import FP8
+
+FP8_MAX = torch.finfo(FP8).max
+
+
+def store_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write one key and value per token into the cache, in place.
+
+    Args:
+        k_cache: ``[P, S, Hkv, D]``, any strides with a unit last one; mutated.
+        v_cache: ``[P, S, Hkv, Dv]``, as k_cache; may be a view of the same storage.
+        k: ``[T, Hkv, D]``, any strides.
+        v: ``[T, Hkv, Dv]``, any strides.
+        slots: ``[T]`` int32 or int64, ``page * S + offset``; a negative slot writes nothing.
+        k_scale, v_scale: one-element float32 tensors for an fp8 cache, which then holds ``clamp(value / scale)``.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit; says what was given and what is needed.
+    """
+    if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            "k_cache must be [P, S, Hkv, D] and v_cache [P, S, Hkv, Dv], "
+            f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if rows.dim() != 3 or rows.shape[1:] != cache.shape[2:]:
+            raise ValueError(f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {tuple(rows.shape)}")
+    _check_slots(slots, k.shape[0])
+    torch.ops.specops.store_kv(k_cache, v_cache, k, v, slots, k_scale, v_scale)
+
+
+def store_latent(kv_cache: Tensor, latent: Tensor, rope: Tensor, slots: Tensor, *, kv_scale: Tensor | None = None) -> None:
+    """Write one latent and rotary key per token into an MLA cache, in place.
+
+    Args:
+        kv_cache: ``[P, S, Dc + Dr]``; mutated.
+        latent: ``[T, Dc]``, any strides.
+        rope: ``[T, Dr]``, any strides.
+        slots: ``[T]`` int32 or int64; a negative slot writes nothing.
+        kv_scale: one-element float32 tensor for an fp8 cache.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit.
+    """
+    if kv_cache.dim() != 3 or latent.dim() != 2 or rope.dim() != 2:
+        raise ValueError(
+            "kv_cache must be [P, S, Dc + Dr], latent [T, Dc] and rope [T, Dr], "
+            f"got {tuple(kv_cache.shape)}, {tuple(latent.shape)} and {tuple(rope.shape)}"
+        )
+    if latent.shape[1] + rope.shape[1] != kv_cache.shape[2] or latent.shape[0] != rope.shape[0]:
+        raise ValueError(
+            f"latent {tuple(latent.shape)} and rope {tuple(rope.shape)} do not fill kv_cache {tuple(kv_cache.shape)}"
+        )
+    _check_slots(slots, latent.shape[0])
+    torch.ops.specops.store_latent(kv_cache, latent, rope, slots, kv_scale)
+
+
+def move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """Copy cached keys and values from slot to slot, all reads before any write, so ranges may overlap.
+
+    Args:
+        k_cache, v_cache: as for :func:`store_kv`; mutated.
+        source_slots, target_slots: ``[N]`` int32 or int64. A pair with a negative member is skipped.
+    """
+    _check_slots(source_slots, target_slots.shape[0])
+    _check_slots(target_slots, source_slots.shape[0])
+    torch.ops.specops.move_kv(k_cache, v_cache, source_slots, target_slots)
+
+
+def move_latent(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """As :func:`move_kv`, for an MLA cache ``[P, S, Dc + Dr]``."""
+    _check_slots(source_slots, target_slots.shape[0])
+    _check_slots(target_slots, source_slots.shape[0])
+    torch.ops.specops.move_latent(kv_cache, source_slots, target_slots)
+
+
+def _check_slots(slots: Tensor, num_tokens: int) -> None:
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"slots must be int32 or int64, got {slots.dtype}")
+    if slots.dim() != 1 or slots.shape[0] != num_tokens:
+        raise ValueError(f"slots must be [{num_tokens}], got {tuple(slots.shape)}")
+
+
+def quantized(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """``rows`` as the cache holds them: divided by ``scale`` and saturated for fp8, else cast."""
+    if dtype != FP8:
+        return rows.to(dtype)
+    scaled = rows.float() if scale is None else rows.float() / scale
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(dtype)
+
+
+def _write(cache: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None) -> None:
+    """Skips negative slots without a data-dependent shape: their rows repeat the first live row, to the same slot."""
+    if rows.shape[0] == 0:
+        return
+    page_size = cache.shape[1]
+    live = slots >= 0
+    first = live.to(torch.uint8).argmax()
+    source = torch.where(live, torch.arange(slots.shape[0], device=slots.device), first)
+    target = slots[source].clamp(min=0).long()
+    page, offset = target // page_size, target % page_size
+    values = quantized(rows[source], cache.dtype, scale)
+    # Without a live row every entry writes back what slot 0 holds.
+    values = torch.where(live.any(), as_bits(values), as_bits(cache[page, offset]))
+    as_bits(cache)[page, offset] = values
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """fp8 tensors as bytes, since indexing and where() lack fp8 kernels on some devices; others unchanged."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+def _write_cpu(cache: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None) -> None:
+    live = (slots >= 0).nonzero().squeeze(1)
+    target = slots[live].long()
+    page, offset = target // cache.shape[1], target % cache.shape[1]
+    as_bits(cache)[page, offset] = as_bits(quantized(rows[live], cache.dtype, scale))
+
+
+def _move(cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    source = source_slots.clamp(min=0).long()
+    rows = as_bits(cache)[source // cache.shape[1], source % cache.shape[1]]
+    target = torch.where(source_slots < 0, -1, target_slots)
+    write = _write_cpu if cache.device.type == "cpu" else _write
+    write(as_bits(cache), rows, target, None)
+
+
+def _store_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    _write(k_cache, k, slots, k_scale)
+    _write(v_cache, v, slots, v_scale)
+
+
+def _store_kv_cpu(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    _write_cpu(k_cache, k, slots, k_scale)
+    _write_cpu(v_cache, v, slots, v_scale)
+
+
+def _store_latent(kv_cache: Tensor, latent: Tensor, rope: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
+    write = _write_cpu if kv_cache.device.type == "cpu" else _write
+    write(kv_cache, torch.cat((latent, rope), dim=1), slots, kv_scale)
+
+
+def _move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    _move(k_cache, source_slots, target_slots)
+    _move(v_cache, source_slots, target_slots)
+
+
+def _register() -> None:
+    library = contracts.LIBRARY
+    table = (
+        ("store_kv", contracts.STORE_KV_SCHEMA, contracts.fake_store_kv, _store_kv),
+        ("store_latent", contracts.STORE_LATENT_SCHEMA, contracts.fake_store_latent, _store_latent),
+        ("move_kv", contracts.MOVE_KV_SCHEMA, contracts.fake_move_kv, _move_kv),
+        ("move_latent", contracts.MOVE_LATENT_SCHEMA, contracts.fake_move_latent, _move),
+    )
+    for name, schema, fake, kernel in table:
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{contracts.NAMESPACE}::{name}", fake, lib=library)
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+    library.impl("store_kv", _store_kv_cpu, "CPU")
+
+
+_register()

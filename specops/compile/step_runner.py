@@ -1,0 +1,326 @@
+"""A runner for one compiled step: pad to a bucket, run or replay, unpad.
+
+Data flow of a call: raw batch -> static buffers of the bucket (``FieldTable.copy_in``) -> compiled step, as a CUDA graph
+where there is one -> outputs of the live requests. The step computes all of its metadata from its inputs, so capture and
+replay have nothing else to agree on.
+
+Modes, with equal results:
+
+* ``"reduce-overhead"``: ``torch.compile(mode="reduce-overhead")``; torch keeps the graphs.
+* ``"direct"``: the same compiled step, captured here into one CUDA graph a bucket, all in one memory pool. A replay
+  skips torch's guards and tree bookkeeping.
+* ``"eager"``: no compiler, no graph.
+
+On a device without CUDA graphs the first two run the compiled step as it is. A runner names no backend and knows no model.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from specops.batch import FieldTable, unpad
+from specops.compile import report
+from specops.compile.buckets import bucket_for, check_buckets, default_buckets
+from specops.compile.static_tensors import StaticTensors, weak_reference
+
+Mode = Literal["reduce-overhead", "direct", "eager"]
+MODES: tuple[Mode, ...] = ("reduce-overhead", "direct", "eager")
+Progress = Callable[[int, int, str], None]
+
+
+class StepRunner:
+    """Runs ``step(**fields) -> tuple of tensors`` for any batch of 1 to ``max_requests`` requests.
+
+    Args:
+        step: module whose forward takes the fields of ``table`` by name and returns a tuple of tensors, each with a
+            fixed number of rows per request. It must not synchronise with the host.
+        table: the fields.
+        device: where the step runs.
+        max_requests: the largest bucket.
+        buckets: batch sizes to capture; :func:`default_buckets` when not given.
+        mode: ``"reduce-overhead"``, ``"direct"`` or ``"eager"``.
+        strict: raise :class:`GraphLostError` where a graph is lost, instead of warning once.
+        over_bucket: what a batch above the largest bucket does: ``"eager"`` (with one warning) or ``"error"``.
+        outputs: ``"copy"`` hands over fresh tensors. ``"view"`` hands over graph memory that the next call of this
+            runner, or of one sharing its pool, overwrites.
+        pool: CUDA graph memory pool to share with other runners (direct mode).
+        name: how messages call the runner.
+
+    Raises:
+        ValueError: an unknown mode or option, or buckets that are not batch sizes.
+    """
+
+    def __init__(
+        self,
+        step: nn.Module,
+        table: FieldTable,
+        *,
+        device: torch.device | str,
+        max_requests: int,
+        buckets: Iterable[int] | None = None,
+        mode: Mode = "reduce-overhead",
+        strict: bool = False,
+        over_bucket: Literal["eager", "error"] = "eager",
+        outputs: Literal["copy", "view"] = "copy",
+        pool: Any = None,
+        name: str | None = None,
+    ) -> None:
+        for label, value, known in (
+            ("mode", mode, MODES),
+            ("over_bucket", over_bucket, ("eager", "error")),
+            ("outputs", outputs, ("copy", "view")),
+        ):
+            if value not in known:
+                raise ValueError(f"{label} must be one of {', '.join(known)}, got {value!r}")
+        self.step = step
+        self.table = table
+        self.device = _indexed(torch.device(device))
+        self.mode: Mode = mode
+        self._uses_graphs = self.device.type == "cuda" and mode != "eager"
+        if buckets is None:
+            # Without graphs the dynamic code serves every size as it is, so nothing needs padding.
+            buckets = default_buckets(max_requests) if self._uses_graphs else range(1, max_requests + 1)
+        self.buckets = check_buckets(buckets)
+        self.over_bucket = over_bucket
+        self.outputs = outputs
+        self.pool = pool
+        self.name = name or type(self).__name__
+        self._losses = report.Losses(self.name, strict)
+        self._report = report.RunnerReport(self.name, mode, str(self.device), table.tokens_per_request)
+        self._bucket_reports = {size: report.BucketReport(size) for size in self.buckets}
+        self._report.buckets = list(self._bucket_reports.values())
+        self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
+        self._views: dict[int, dict[str, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
+        self._statics: StaticTensors | None = None
+        self._warm = False
+
+    @property
+    def tokens_per_request(self) -> int:
+        return self.table.tokens_per_request
+
+    @property
+    def max_requests(self) -> int:
+        return self.buckets[-1]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The static input buffers of the largest bucket; smaller buckets are prefixes of them."""
+        return self._bucket_views(self.max_requests)
+
+    def warm_up(self, progress: Progress | None = None) -> report.RunnerReport:
+        """Compile once and capture every bucket, largest first, on a padded batch that writes no page.
+
+        Args:
+            progress: called with (done, total, what) after each bucket.
+        """
+        if self._warm:
+            return self.explain()
+        graphs_before, started = report.compiled_graphs(), time.perf_counter()
+        with torch.no_grad(), self._config():
+            for done, size in enumerate(reversed(self.buckets), 1):
+                self._warm_bucket(size)
+                if progress is not None:
+                    progress(done, len(self.buckets), f"{self.name}: {size} requests")
+        self._report.compiled_graphs = report.compiled_graphs() - graphs_before
+        self._report.compile_seconds = time.perf_counter() - started
+        self._statics = StaticTensors(self.step)
+        self._warm = True
+        lost = [f"{b.num_requests} requests: {b.reason}" for b in self._report.buckets if not b.captured]
+        if self._uses_graphs and lost:
+            self._losses.tell("no CUDA graph for " + "; ".join(lost))
+        return self.explain()
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """Run the step on a raw batch of any size.
+
+        Args:
+            batch: a tensor for every field of the table, ``[B, ...]``; token fields may be flat.
+
+        Returns:
+            The step's outputs for the ``B`` requests, without padding. Without requests, empty outputs.
+
+        Raises:
+            ValueError, TypeError: a field that does not fit the table, or a batch over the largest bucket with
+                ``over_bucket="error"``.
+            GraphLostError: in strict mode, where a graph is lost.
+        """
+        num_requests = self.table.check(batch, self.device)
+        with torch.no_grad():
+            if num_requests == 0:
+                return [output[:0] for output in self._eager(self._idle_batch())]
+            bucket = bucket_for(num_requests, self.buckets)
+            if self.mode == "eager":
+                return list(self._eager(self.table.rows(batch, num_requests)))
+            if bucket is None:
+                return self._over(batch, num_requests)
+            if not self._warm:
+                self.warm_up()
+            return self._replay(batch, num_requests, bucket)
+
+    def explain(self) -> report.RunnerReport:
+        """Per bucket: captured or why not, time, graph memory, replays; and every recompile after warm-up."""
+        return self._report
+
+    def _replay(self, batch: Mapping[str, Tensor], num_requests: int, bucket: int) -> list[Tensor]:
+        assert self._statics is not None
+        moved = self._statics.moved()
+        if moved is not None:
+            self._re_record(moved)
+        views = self._bucket_views(bucket)
+        self.table.copy_in(views, batch, num_requests, bucket)
+        self._bucket_reports[bucket].replays += 1
+        captured = self._graphs.get(bucket)
+        if captured is not None:
+            graph, outputs = captured
+            graph.replay()
+        else:
+            outputs = self._run_compiled(views, bucket)
+        live = unpad(outputs, num_requests, bucket)
+        if self.outputs == "view" or not self._uses_graphs:
+            return live
+        return [output.clone() for output in live]
+
+    def _run_compiled(self, views: Mapping[str, Tensor], bucket: int) -> list[Tensor]:
+        before = report.compiled_graphs()
+        if self._uses_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        with self._config():
+            outputs = self._call_compiled(views)
+        if report.compiled_graphs() != before and self._warm:
+            cause = report.last_recompile_reason()
+            self._report.recompiles.append(cause)
+            self._losses.tell(f"recompiled for {bucket} requests after warm-up: {cause}")
+        return outputs
+
+    def _over(self, batch: Mapping[str, Tensor], num_requests: int) -> list[Tensor]:
+        cause = (
+            f"a batch of {num_requests} requests is above the largest bucket, {self.max_requests}; "
+            "raise max_requests or split the batch"
+        )
+        if self.over_bucket == "error":
+            raise ValueError(f"{self.name}: {cause}")
+        self._losses.tell(f"{cause}. Running it eagerly")
+        self._report.eager_calls += 1
+        return list(self._eager(self.table.rows(batch, num_requests)))
+
+    def _re_record(self, moved: str) -> None:
+        """Weights or caches have new addresses: graphs that read the old ones must not be replayed."""
+        self._losses.tell(f"{moved} has moved since capture; recording again")
+        self._graphs.clear()
+        self._compiled = None
+        self._warm = False
+        self.warm_up()
+
+    def _warm_bucket(self, size: int) -> None:
+        entry, views = self._bucket_reports[size], self._bucket_views(size)
+        entry.captured, entry.reason = False, None
+        for field in self.table.fields:
+            views[field.name].fill_(field.pad)
+        started = time.perf_counter()
+        if self.mode == "eager":
+            entry.reason = "eager mode"
+        else:
+            with report.skip_messages() as messages:
+                skipped, reserved = report.skipped_graphs(), self._reserved_bytes()
+                entry.reason = self._record(size, views)
+                if report.skipped_graphs() > skipped or (messages and not self._graphs.get(size)):
+                    entry.reason = messages[-1] if messages else "inductor skipped the graph without a message"
+            entry.captured = self._uses_graphs and entry.reason is None
+            entry.memory_bytes = max(0, self._reserved_bytes() - reserved)
+        entry.seconds = time.perf_counter() - started
+
+    def _record(self, size: int, views: Mapping[str, Tensor]) -> str | None:
+        """Compile if needed and capture one bucket; the reason when there is no graph."""
+        if not self._uses_graphs:
+            self._call_compiled(views)
+            return f"{self.device.type} has no CUDA graphs"
+        if self.mode == "reduce-overhead":
+            # torch warms up at the first call of a shape, records at the second and replays from then on.
+            for _ in range(3):
+                torch.compiler.cudagraph_mark_step_begin()
+                self._call_compiled(views)
+            return None
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self._call_compiled(views)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+                outputs = self._call_compiled(views)
+        except RuntimeError as error:
+            return f"capture failed: {str(error).splitlines()[0]}"
+        # Weak references: the next, smaller bucket may use this one's output memory, since replays never overlap.
+        self._graphs[size] = (graph, [weak_reference(output) for output in outputs])
+        return None
+
+    def _call_compiled(self, views: Mapping[str, Tensor]) -> list[Tensor]:
+        if self._compiled is None:
+            mode = "reduce-overhead" if self._uses_graphs and self.mode == "reduce-overhead" else None
+            self._compiled = torch.compile(_own_code(self.step), mode=mode, fullgraph=True)
+        return list(self._compiled(**views))
+
+    def _eager(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = self.step(**rows)
+        return outputs
+
+    def _idle_batch(self) -> dict[str, Tensor]:
+        return self.table.allocate(1, self.device)
+
+    def _bucket_views(self, size: int) -> dict[str, Tensor]:
+        """Static buffers of one bucket: prefixes of the largest, so that every bucket has the same addresses."""
+        if self.max_requests not in self._views:
+            self._views[self.max_requests] = self._marked(self.table.allocate(self.max_requests, self.device))
+        if size not in self._views:
+            largest = self._views[self.max_requests]
+            self._views[size] = self._marked({name: buffer[:size] for name, buffer in largest.items()})
+        return self._views[size]
+
+    def _marked(self, views: dict[str, Tensor]) -> dict[str, Tensor]:
+        for view in views.values():
+            if self._uses_graphs:
+                torch._dynamo.mark_static_address(view, guard=False)
+            if view.shape[0] > 1:
+                torch._dynamo.mark_dynamic(view, 0)
+        return views
+
+    def _config(self) -> AbstractContextManager[Any]:
+        """Torch settings of this runner, in force while it compiles and records only."""
+        if self.mode != "reduce-overhead" or not self._uses_graphs:
+            return nullcontext()
+        # Many buckets are wanted here: one recording each is no accident to warn about.
+        return torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": None})
+
+    def _reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device) if self._uses_graphs else 0
+
+
+def _own_code(step: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
+    """A function that calls ``step``, with a code object of its own.
+
+    Dynamo keeps compiled code, and counts recompiles against its limit, per code object. With a shared one, many runners
+    in one process would run into that limit.
+    """
+
+    def call(**views: Tensor) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = step(**views)
+        return outputs
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """``cuda`` as ``cuda:N``, so that it compares equal to the device of a tensor."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,7 +83,8 @@ def mha(
         tree_mask: ``[T, W]`` bool, uniform layout only: which of the request's last ``W`` keys a row sees; the keys
             before them are always visible. Usually ``W = tokens_per_request``, the row's own block; multi-step
             drafting uses wider masks. Under a mask a row's position, for the window, is
-            ``seq_len - W + (visible of the W) - 1``, its depth in the tree.
+            ``seq_len - W + (visible of the W) - 1``, its depth in the tree: a row sees the last ``window`` of the keys
+            that are visible to it, whatever siblings stand between them.
         k_scale, v_scale: one-element float32 tensors; an fp8 cache holds value / scale.
         plan: handle of a planned backend (see the backend's ``plan`` hook).
         backend: a backend's name, or ``"auto"`` for the fastest capable one.
@@ -109,6 +111,8 @@ def mha(
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     _check_common(q, (k_cache, v_cache), page_table, seq_lens, layout, tree_mask, sinks, window)
+    if window is not None and tree_mask is not None and window < tree_mask.shape[1]:
+        tree_mask = last_visible(tree_mask, window)
     if k_cache.dtype != FP8 and (k_scale is not None or v_scale is not None):
         raise ValueError(f"k_scale and v_scale belong to a float8_e4m3fn cache; this one is {k_cache.dtype}")
     features = _features(window, softcap, sinks, tree_mask, layout, k_cache.dtype)
@@ -196,6 +200,8 @@ def mla(
     if kv_cache.shape[2] != head_dim:
         raise ValueError(f"kv_cache holds {kv_cache.shape[2]} values a token; q_latent and q_rope need {head_dim}")
     _check_common(q_latent, (kv_cache,), page_table, seq_lens, layout, tree_mask, sinks, window)
+    if window is not None and tree_mask is not None and window < tree_mask.shape[1]:
+        tree_mask = last_visible(tree_mask, window)
     if kv_cache.dtype != FP8 and kv_scale is not None:
         raise ValueError(f"kv_scale belongs to a float8_e4m3fn cache; this one is {kv_cache.dtype}")
     features = _features(window, softcap, sinks, tree_mask, layout, kv_cache.dtype)
@@ -235,7 +241,17 @@ def mla(
     )
 
 
-@torch._dynamo.assume_constant_result
+def last_visible(tree_mask: Tensor, window: int) -> Tensor:
+    """``[T, W]`` bool: of each row of ``tree_mask`` the last ``window`` set bits.
+
+    A window counts keys along a row's path, while a kernel compares places in the cache, where siblings stand between a
+    node and its ancestors. With this mask the two agree: a row keeps all its bits, or has a window of bits and no prefix.
+    """
+    behind = tree_mask.flip(1).cumsum(1).flip(1)
+    return tree_mask & (behind <= window)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def choose(backend: str, *call: Any) -> str:
     """Name of the op for one call: a dictionary look-up in eager mode, a constant to torch.compile.
 
@@ -269,7 +285,7 @@ def check_values(q: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor,
             raise ValueError(f"request {request} names page {bad[0]}, but the cache has pages 0 to {num_pages - 1}")
     if layout.query_start is not None:
         starts = layout.query_start.tolist()
-        widths = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+        widths = [after - before for before, after in itertools.pairwise(starts)]
         if starts[0] != 0 or starts[-1] != q.shape[0] or min(widths, default=0) < 0:
             raise ValueError(f"query_start must rise from 0 to the {q.shape[0]} rows of q, got {starts}")
         if max(widths, default=0) > layout.max_query_len:
@@ -326,10 +342,10 @@ def _check_common(
     batch, num_tokens = page_table.shape[0], q.shape[0]
     if seq_lens.shape[0] != batch:
         raise ValueError(f"seq_lens has {seq_lens.shape[0]} requests and page_table {batch}; they must be equal")
-    others = (*caches, page_table, seq_lens, layout.query_start, tree_mask, sinks)
-    for tensor in others:
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(f"all tensors must be on q's device {q.device}; one is on {tensor.device}")
+    others: tuple[Tensor | None, ...] = (*caches, page_table, seq_lens, layout.query_start, tree_mask, sinks)
+    for other in others:
+        if other is not None and other.device != q.device:
+            raise ValueError(f"all tensors must be on q's device {q.device}; one is on {other.device}")
     for tensor in (q, *caches):
         if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
             raise ValueError(f"the last dimension of q and caches must be contiguous, got strides {tensor.stride()}")

@@ -297,7 +297,7 @@ def add_backend(backend: Backend) -> Backend:
     if key in _BACKENDS:
         raise ValueError(f"a {backend.family} backend called {backend.name!r} is registered already")
     mha = backend.family == "mha"
-    tags = (torch.Tag.pt2_compliant_tag,)
+    tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,)
     if not backend.capabilities.graph_safe:
         tags = (*tags, torch.Tag.cudagraph_unsafe)
     schema = contracts.MHA_SCHEMA if mha else contracts.MLA_SCHEMA
@@ -347,7 +347,7 @@ def _mha_entry(backend: Backend) -> Callable[..., Tensor]:
         nonlocal kernel
         if kernel is None:
             kernel = load_callable(backend.kernel)
-        given = {}
+        given: dict[str, Any] = {}
         if window is not None:
             given["window"] = window
         if softcap is not None:

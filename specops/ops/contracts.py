@@ -12,12 +12,14 @@ Fakes look at shapes and dtypes only, never at values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.library import Library
 
 NAMESPACE = "specops"
-LIBRARY = Library(NAMESPACE, "FRAGMENT")
+LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 # A uniform layout is written as query_start=None with max_query_len rows for every request.
 MHA_SCHEMA = (

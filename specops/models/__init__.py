@@ -1,0 +1,7 @@
+"""Target models and draft heads over paged caches, and the plain attention layer for models of your own."""
+
+from specops.models.attention_module import PagedAttention
+from specops.models.config import ModelConfig, RopeConfig
+from specops.models.llama import CausalLM
+
+__all__ = ["CausalLM", "ModelConfig", "PagedAttention", "RopeConfig"]

@@ -1,0 +1,235 @@
+"""Llama-style target models (Llama, Mistral, Qwen 2 and 3, Gemma 2) over paged caches.
+
+A forward takes token rows of any layout and their :class:`~specops.metadata.AttentionMetadata`; it reads and writes
+nothing else but the layers' cache buffers, so it compiles with ``fullgraph=True`` and runs as a CUDA graph:
+
+    model = load_target("path/to/checkpoint")
+    model.allocate_caches(num_pages=1024, page_size=16)
+    hidden = model(input_ids, meta)                         # [T, hidden]
+    logits = model.compute_logits(hidden[rows])
+
+The projections of q, k and v are one matrix, and so are those of gate and up. The blocks are also what draft heads are
+made of. Loading weights is the job of :mod:`specops.models.loading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specops.kv_cache import PagedKVCache
+from specops.metadata import AttentionMetadata
+from specops.models.attention_module import PagedAttention
+from specops.models.config import ModelConfig
+from specops.models.rotary import Rope, Rotary, rotate
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * (weight + offset)`` over the last dim, in float32 inside.
+
+    Args:
+        shape: shape of ``weight``; its last entry is the normalised dim.
+        eps: added to the mean square.
+        offset: 1.0 for Gemma, whose checkpoints store ``weight - 1``.
+    """
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.full((shape,) if isinstance(shape, int) else shape, 1.0 - offset))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (normed * (self.weight.float() + self.offset)).to(x.dtype)
+        return normed.to(x.dtype) * self.weight
+
+
+class MLP(nn.Module):
+    """Gated MLP; ``gate_up`` holds the gate's rows, then the up projection's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act = _ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return cast(Tensor, self.down(self.act(gate) * up))
+
+
+class Attention(PagedAttention):
+    """:class:`PagedAttention` with projections, optional head norms, and rotary embedding.
+
+    Args:
+        config: shape and options.
+        layer_index: picks the window from ``config.layer_windows``.
+        input_size: width of the rows it reads; ``config.hidden_size`` when not given (EAGLE 3 heads read twice that).
+
+    Attributes:
+        qkv: one projection; rows of q, then k, then v.
+        o: output projection.
+        qk_norm: RMSNorm with one weight row per q and k head, or None.
+        cache, window, backend, ...: as :class:`PagedAttention`.
+    """
+
+    def __init__(self, config: ModelConfig, layer_index: int = 0, *, input_size: int | None = None) -> None:
+        super().__init__(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            scale=config.attention_scale,
+            window=config.layer_windows[layer_index],
+            softcap=config.attention_softcap,
+            sinks=config.attention_sinks,
+        )
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(input_size or config.hidden_size, heads * config.head_dim, bias=config.attention_bias)
+        self.o = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        norm_shape = (config.num_heads + config.num_kv_heads, config.head_dim)
+        self.qk_norm = RMSNorm(norm_shape, config.rms_norm_eps, config.norm_offset) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:  # type: ignore[override]
+        """``x`` ``[T, input_size]`` to ``[T, hidden_size]``; ``rope`` comes from :class:`Rotary`."""
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        # q and k go through norm and rotation together: half the kernels.
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = rotate(qk, rope).split((self.num_heads, self.num_kv_heads), dim=1)
+        return cast(Tensor, self.o(self.attend(q, k, v, meta).flatten(1)))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals; Gemma's post-norms where the config has them."""
+
+    def __init__(self, config: ModelConfig, layer_index: int = 0) -> None:
+        super().__init__()
+        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        self.input_norm = RMSNorm(size, eps, offset)
+        self.attn = Attention(config, layer_index)
+        self.post_attn_norm = RMSNorm(size, eps, offset) if config.post_norms else None
+        self.mlp_norm = RMSNorm(size, eps, offset)
+        self.mlp = MLP(config)
+        self.post_mlp_norm = RMSNorm(size, eps, offset) if config.post_norms else None
+
+    def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
+        """``hidden`` ``[T, hidden_size]`` to the same."""
+        mixed = self.attn(self.input_norm(hidden), rope, meta)
+        hidden = hidden + (mixed if self.post_attn_norm is None else self.post_attn_norm(mixed))
+        mixed = self.mlp(self.mlp_norm(hidden))
+        return cast(Tensor, hidden + (mixed if self.post_mlp_norm is None else self.post_mlp_norm(mixed)))
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model whose attention runs through specops' ops.
+
+    Args:
+        config: what to build. Weights are freshly initialised; :func:`specops.models.load_target` loads a checkpoint.
+
+    Attributes:
+        embed_tokens, layers, norm, lm_head: the model's parts. A tied ``lm_head`` shares the embedding's weight.
+        rotary: cos and sin tables.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+
+    def materialize(self, device: torch.device | str) -> None:
+        """Give a model made on the meta device memory on ``device``: tables filled, weights not, ties kept."""
+        self.to_empty(device=device)
+        self.rotary.materialize(torch.device(device))
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def allocate_caches(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> list[PagedKVCache]:
+        """Give every layer a cache of ``num_pages`` pages (page 0 reserved) on the model's device.
+
+        Args:
+            num_pages, page_size: size of the pool; page ids are shared by all layers.
+            dtype: dtype of the pages; the model's when not given.
+
+        Returns:
+            The caches, one a layer. They are buffers, so their addresses stay until this is called again.
+        """
+        weight = self.embed_tokens.weight
+        return [
+            layer.allocate_cache(num_pages, page_size, dtype=dtype or weight.dtype, device=weight.device)
+            for layer in self.attention_layers()
+        ]
+
+    @property
+    def caches(self) -> list[PagedKVCache]:
+        """The layers' caches; empty before :meth:`allocate_caches`."""
+        return [layer.cache for layer in self.attention_layers() if layer.cache is not None]
+
+    def set_backend(self, name: str) -> None:
+        """Attention backend of all layers, by name; ``"auto"`` for the fastest capable one."""
+        for layer in self.attention_layers():
+            layer.backend = name
+
+    def attention_layers(self) -> list[Attention]:
+        return [cast(DecoderLayer, layer).attn for layer in self.layers]
+
+    def forward(
+        self, input_ids: Tensor, meta: AttentionMetadata, aux_layers: tuple[int, ...] = ()
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Hidden states of ``T`` token rows; their K/V go into the caches at ``meta.slots``.
+
+        Args:
+            input_ids: ``[T]`` int64.
+            meta: metadata of this forward.
+            aux_layers: residual streams to return too, each named by how many layers have run: 0 is the embedding,
+                ``num_layers`` the last layer's output before the final norm.
+
+        Returns:
+            ``[T, hidden]`` after the final norm, as :meth:`compute_logits` reads it. With ``aux_layers`` a pair of that
+            and ``[T, len(aux_layers) * hidden]``, in the order asked for.
+        """
+        hidden = self.embed_tokens(input_ids)
+        if self.config.embedding_scale is not None:
+            hidden = hidden * _rounded(self.config.embedding_scale, hidden.dtype)
+        rope = self.rotary(meta.positions, hidden.dtype)
+        streams = {0: hidden} if 0 in aux_layers else {}
+        for index, layer in enumerate(self.layers, start=1):
+            hidden = layer(hidden, rope, meta)
+            if index in aux_layers:
+                streams[index] = hidden
+        hidden = self.norm(hidden)
+        if not aux_layers:
+            return cast(Tensor, hidden)
+        return hidden, torch.cat([streams[index] for index in aux_layers], dim=-1)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``[R, vocab]`` logits of ``hidden`` ``[R, hidden]``, in its dtype."""
+        logits = self.lm_head(hidden)
+        cap = self.config.logit_softcap
+        if cap is not None:
+            logits = (torch.tanh(logits.float() / cap) * cap).to(hidden.dtype)
+        return cast(Tensor, logits)
+
+
+@torch._dynamo.assume_constant_result
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """``value`` as ``dtype`` can hold it: Gemma multiplies by a scale of the model's own dtype."""
+    return float(torch.tensor(value, dtype=dtype))

@@ -3,5 +3,6 @@
 from specops.models.attention_module import PagedAttention
 from specops.models.config import ModelConfig, RopeConfig
 from specops.models.llama import CausalLM
+from specops.models.loading import load_target, load_tokenizer
 
-__all__ = ["CausalLM", "ModelConfig", "PagedAttention", "RopeConfig"]
+__all__ = ["CausalLM", "ModelConfig", "PagedAttention", "RopeConfig", "load_target", "load_tokenizer"]

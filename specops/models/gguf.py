@@ -115,7 +115,8 @@ class GGUFFile:
             self._at += count * struct.calcsize("<" + _SCALARS[item_kind])
         else:
             for _ in range(count):
-                self._at += self._unpack("Q")[0]
+                (length,) = self._unpack("Q")
+                self._at += length
         return None
 
     def _string(self) -> str:

@@ -105,10 +105,12 @@ class Attention(PagedAttention):
         """``x`` ``[T, input_size]`` to ``[T, hidden_size]``; ``rope`` comes from :class:`Rotary`."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         # q and k go through norm and rotation together: half the kernels.
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        num_rotated = self.num_heads + self.num_kv_heads
+        qk, v = heads[:, :num_rotated], heads[:, num_rotated:]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, k = rotate(qk, rope).split((self.num_heads, self.num_kv_heads), dim=1)
+        qk = rotate(qk, rope)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         return cast(Tensor, self.o(self.attend(q, k, v, meta).flatten(1)))
 
 
@@ -229,7 +231,7 @@ class CausalLM(nn.Module):
         return cast(Tensor, logits)
 
 
-@torch._dynamo.assume_constant_result
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _rounded(value: float, dtype: torch.dtype) -> float:
     """``value`` as ``dtype`` can hold it: Gemma multiplies by a scale of the model's own dtype."""
     return float(torch.tensor(value, dtype=dtype))

@@ -71,7 +71,7 @@ class DraftExtendRunner:
         tokens_per_request: rows of every request, ``num_draft_tokens``.
         max_requests: the largest bucket.
         max_pages: width of the page tables it will get; the whole pool when not given.
-        hidden_size: width of the target's hidden states; read from ``draft.config.target_hidden_size`` when not given.
+        hidden_size: width of the target's hidden states; read from ``draft.config.hidden_width`` when not given.
         dtype: dtype of the hidden states; that of the draft's first parameter when not given.
         rows: ``"last"`` returns one row a request, ``"all"`` every row.
         mode, buckets, strict, over_bucket, outputs, pool: as for :class:`StepRunner`.
@@ -98,9 +98,9 @@ class DraftExtendRunner:
         first = cache if isinstance(cache, nn.Module) else cache[0]
         pages = next(first.buffers())
         if hidden_size is None:
-            hidden_size = getattr(getattr(draft, "config", None), "target_hidden_size", None)
+            hidden_size = getattr(getattr(draft, "config", None), "hidden_width", None)
             if hidden_size is None:
-                raise ValueError("hidden_size is needed: the draft has no config.target_hidden_size to read it from")
+                raise ValueError("hidden_size is needed: the draft has no config.hidden_width to read it from")
         if rows not in ("last", "all"):
             raise ValueError(f"rows must be 'last' or 'all', got {rows!r}")
         dtype = dtype or next(draft.parameters()).dtype

@@ -1,0 +1,356 @@
+"""EAGLE draft heads: one decoder layer that guesses the target's next hidden state and, through its LM head, its token.
+
+Row ``i`` of a head pairs the embedding of token ``i + 1`` with the target's hidden state of position ``i``, stands at rotary
+position ``i``, and predicts token ``i + 2``. Its output row is the *carried* hidden state: in the next draft step it takes
+the place of the target's. Sources: EAGLE (Li et al. 2024), EAGLE-3 (Li et al. 2025).
+
+* format ``eagle``: ``fc([embedding, hidden])`` feeds ordinary decoder layers; ``hidden`` is the target's after its final
+  norm. The published heads have no norms around ``fc`` and before the LM head; heads trained here have both, since their
+  two inputs differ in scale by orders of magnitude, and a norm lets the carried state keep a scale of its own.
+* format ``eagle3``: ``fc`` maps the concatenated residual streams of several target layers to the head's width, once; the
+  layer reads ``[embedding, hidden]``, each normalised, and its residual is the hidden state. Carried states skip ``fc``.
+
+A head has no embedding and usually no LM head of its own: it borrows the target's. With a reduced draft vocabulary it
+takes the rows of the LM head that the vocabulary names. Loading and saving is :mod:`specops.models.eagle_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specops.kv_cache import PagedKVCache
+from specops.metadata import AttentionMetadata
+from specops.models.config import ModelConfig, RopeConfig
+from specops.models.llama import MLP, Attention, DecoderLayer, RMSNorm
+from specops.models.rotary import Rope, Rotary
+
+FORMATS = ("eagle", "eagle3")
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shape and options of a draft head.
+
+    Attributes:
+        format: ``"eagle"`` or ``"eagle3"``.
+        vocab_size: the target's vocabulary.
+        draft_vocab_size: tokens the head can propose; below ``vocab_size`` it needs a ``d2t`` map.
+        target_hidden_size: width of one hidden state of the target.
+        aux_layers: format ``eagle3``: the target's residual streams it reads, each named by how many layers have run.
+        norm_inputs: format ``eagle``: RMSNorm on the embedding and on the hidden state before ``fc``.
+        input_norm: format ``eagle``: the first layer's norm before attention (published heads lack it).
+        final_norm: RMSNorm before the LM head; the carried state is the one before it.
+        fc_bias, attention_bias: biases of ``fc`` and of the q/k/v projection.
+        own_lm_head, own_embedding: the head's file holds its own LM head, or embedding.
+        target: name of the target it was trained for.
+
+    Raises:
+        ValueError: an unknown format, or sizes that contradict each other.
+    """
+
+    format: Literal["eagle", "eagle3"]
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    max_position_embeddings: int
+    num_layers: int = 1
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    aux_layers: tuple[int, ...] = ()
+    norm_inputs: bool = True
+    input_norm: bool = True
+    final_norm: bool = True
+    fc_bias: bool = False
+    attention_bias: bool = False
+    own_lm_head: bool = False
+    own_embedding: bool = False
+    hidden_act: str = "silu"
+    target: str = ""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size must be 1 to vocab_size {self.vocab_size}, got {self.draft_vocab_size}")
+        if self.format == "eagle3" and (not self.aux_layers or self.num_layers != 1 or not self.final_norm):
+            raise ValueError(
+                "an eagle3 head has one layer, a final norm and at least one aux layer; "
+                f"got {self.num_layers} layers, final_norm {self.final_norm}, aux_layers {self.aux_layers}"
+            )
+        if self.format == "eagle" and self.aux_layers:
+            raise ValueError(
+                f"an eagle head reads the target's last hidden state; aux_layers {self.aux_layers} must be empty"
+            )
+
+    @classmethod
+    def for_target(
+        cls,
+        target: ModelConfig,
+        *,
+        format: Literal["eagle", "eagle3"] = "eagle",
+        draft_vocab_size: int | None = None,
+        name: str = "",
+        **options: Any,
+    ) -> EagleConfig:
+        """A head of the target's own layer shape. ``options`` override any field."""
+        third = target.num_layers // 2
+        aux = (min(2, third), third, max(target.num_layers - 3, third)) if format == "eagle3" else ()
+        fields: dict[str, Any] = {
+            "format": format,
+            "hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size,
+            "num_heads": target.num_heads,
+            "num_kv_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": draft_vocab_size or target.vocab_size,
+            "target_hidden_size": target.hidden_size,
+            "max_position_embeddings": target.max_position_embeddings,
+            "rms_norm_eps": target.rms_norm_eps,
+            "rope": target.rope,
+            "aux_layers": aux,
+            "hidden_act": target.hidden_act,
+            "target": name,
+        }
+        return cls(**{**fields, **options})
+
+    @property
+    def hidden_width(self) -> int:
+        """Width of the target's hidden states as the head takes them: all aux layers side by side for ``eagle3``."""
+        return self.target_hidden_size * max(1, len(self.aux_layers))
+
+    @property
+    def reduced_vocab(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    def layer_config(self) -> ModelConfig:
+        """The decoder layers of the head as the model blocks take them."""
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rms_norm_eps=self.rms_norm_eps,
+            rope=self.rope,
+            attention_bias=self.attention_bias,
+            hidden_act=self.hidden_act,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``config.json`` holds it; defaults included."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> EagleConfig:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: a field is unknown or missing; names it.
+        """
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - set(known))
+        needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+        missing = [name for name in needed if name not in fields]
+        if unknown or missing:
+            raise ValueError(f"this is no config of a draft head: unknown fields {unknown}, missing fields {missing}")
+        values = dict(fields)
+        if "rope" in values:
+            rope = dict(values["rope"])
+            if rope.get("freq_factors") is not None:
+                rope["freq_factors"] = tuple(rope["freq_factors"])
+            values["rope"] = RopeConfig(**rope)
+        values["aux_layers"] = tuple(values.get("aux_layers", ()))
+        return cls(**values)
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer of an ``eagle3`` head: attention reads twice the width, the residual is the hidden state."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        layer = config.layer_config()
+        self.embed_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(layer, input_size=2 * config.hidden_size)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(layer)
+
+    def attention_input(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat((self.embed_norm(embedding), self.hidden_norm(hidden)), dim=-1)
+
+    def forward(self, embedding: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
+        hidden = hidden + self.attn(self.attention_input(embedding, hidden), rope, meta)
+        return cast(Tensor, hidden + self.mlp(self.mlp_norm(hidden)))
+
+
+class EagleHead(nn.Module):
+    """A draft head over paged caches.
+
+    Args:
+        config: shape and format.
+        embed_tokens: the target's embedding. Shared: it is no submodule, so moving or saving the head leaves it alone.
+        lm_head_weight: ``[vocab_size, hidden_size]``, the target's; or ``[draft_vocab_size, hidden_size]``, an own one.
+        d2t: ``[draft_vocab_size]`` int64 offsets, target id = draft id + ``d2t[draft id]``. Needed for a reduced
+            vocabulary, refused otherwise.
+
+    Attributes:
+        d2t: buffer, None for a full vocabulary.
+        lm_head_weight: ``[draft_vocab_size, hidden_size]``, rows of the target's; a buffer, or a parameter if owned.
+
+    Raises:
+        ValueError: sizes that do not fit; names both.
+    """
+
+    d2t: Tensor | None
+    lm_head_weight: Tensor
+
+    def __init__(
+        self, config: EagleConfig, embed_tokens: nn.Module, lm_head_weight: Tensor, *, d2t: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        size, eps = config.hidden_size, config.rms_norm_eps
+        # In a tuple, so that it is not registered: the embedding belongs to the target.
+        self._shared = (embed_tokens,)
+        self.own_embedding = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
+        if config.format == "eagle3":
+            self.fc = nn.Linear(config.hidden_width, size, bias=config.fc_bias)
+            self.layers = nn.ModuleList([Eagle3Layer(config)])
+        else:
+            self.fc = nn.Linear(size + config.target_hidden_size, size, bias=config.fc_bias)
+            layer_config = config.layer_config()
+            self.layers = nn.ModuleList(DecoderLayer(layer_config, index) for index in range(config.num_layers))
+            if not config.input_norm:
+                cast(DecoderLayer, self.layers[0]).input_norm = nn.Identity()  # type: ignore[assignment]
+        inputs = config.norm_inputs and config.format == "eagle"
+        self.embed_norm = RMSNorm(size, eps) if inputs else None
+        self.hidden_norm = RMSNorm(config.target_hidden_size, eps) if inputs else None
+        self.norm = RMSNorm(size, eps) if config.final_norm else None
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+        self.register_buffer("d2t", self._checked_map(d2t))
+        weight = self._draft_rows(lm_head_weight)
+        if config.own_lm_head:
+            self.lm_head_weight = nn.Parameter(weight.detach().clone())
+        else:
+            self.register_buffer("lm_head_weight", weight.detach(), persistent=False)
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The embedding in use: the target's, or the head's own."""
+        return self._shared[0] if self.own_embedding is None else self.own_embedding
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    def allocate_caches(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> list[PagedKVCache]:
+        """Give each layer a cache, as :meth:`specops.models.CausalLM.allocate_caches` does."""
+        weight = self.fc.weight
+        return [
+            attention.allocate_cache(num_pages, page_size, dtype=dtype or weight.dtype, device=weight.device)
+            for attention in self.attention_layers()
+        ]
+
+    @property
+    def caches(self) -> list[PagedKVCache]:
+        """The layers' caches; empty before :meth:`allocate_caches`."""
+        return [layer.cache for layer in self.attention_layers() if layer.cache is not None]
+
+    def set_backend(self, name: str) -> None:
+        """Attention backend of all layers, by name; ``"auto"`` for the fastest capable one."""
+        for layer in self.attention_layers():
+            layer.backend = name
+
+    def attention_layers(self) -> list[Attention]:
+        return [cast(Attention, layer.attn) for layer in self.layers]
+
+    def forward(self, input_ids: Tensor, hidden_states: Tensor, meta: AttentionMetadata) -> Tensor:
+        """The carried hidden states of ``T`` rows; their K/V go into the caches at ``meta.slots``.
+
+        Args:
+            input_ids: ``[T]`` int64 target ids; row ``i`` holds token ``i + 1``.
+            hidden_states: ``[T, config.hidden_width]``, the target's of position ``i``; or ``[T, hidden_size]``, what
+                the last draft step returned.
+            meta: metadata of this forward.
+
+        Returns:
+            ``[T, hidden_size]``, before the head's final norm: input of :meth:`compute_logits` and of the next step.
+        """
+        embedding, hidden = self.inputs(input_ids, hidden_states)
+        rope = self.rotary(meta.positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, rope, meta) if embedding is None else layer(embedding, hidden, rope, meta)
+        return hidden
+
+    def inputs(self, input_ids: Tensor, hidden_states: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What the first layer reads: for ``eagle3`` the embedding and its residual, else None and ``fc``'s output.
+
+        Works on any leading dims, so training shares it.
+        """
+        embedding = self.embed_tokens(input_ids).to(self.fc.weight.dtype)
+        hidden = hidden_states.to(self.fc.weight.dtype)
+        if self.config.format == "eagle3":
+            is_target_state = hidden.shape[-1] == self.config.hidden_width
+            return embedding, self.fc(hidden) if is_target_state else hidden
+        if self.embed_norm is not None and self.hidden_norm is not None:
+            embedding, hidden = self.embed_norm(embedding), self.hidden_norm(hidden)
+        return None, self.fc(torch.cat((embedding, hidden), dim=-1))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``[R, draft_vocab_size]`` logits of carried states ``hidden`` ``[R, hidden_size]``."""
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return F.linear(hidden, self.lm_head_weight)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of draft ids, any shape, int64. The same tensor for a full vocabulary."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    def extra_repr(self) -> str:
+        return f"format={self.config.format}, draft_vocab={self.config.draft_vocab_size} of {self.config.vocab_size}"
+
+    def _checked_map(self, d2t: Tensor | None) -> Tensor | None:
+        config = self.config
+        if d2t is None:
+            if config.reduced_vocab:
+                raise ValueError(
+                    f"draft vocabulary {config.draft_vocab_size} is smaller than the target's {config.vocab_size}; "
+                    "without d2t its ids mean nothing. Give the offsets: target id = draft id + d2t[draft id]"
+                )
+            return None
+        if d2t.shape != (config.draft_vocab_size,):
+            raise ValueError(f"d2t must be [{config.draft_vocab_size}], got {tuple(d2t.shape)}")
+        d2t = d2t.to(torch.int64)
+        ids = d2t + torch.arange(config.draft_vocab_size, device=d2t.device)
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or ids.unique().numel() != ids.numel():
+            raise ValueError(
+                f"d2t must map {config.draft_vocab_size} draft ids to distinct target ids below {config.vocab_size}; "
+                f"it maps to {int(ids.min())} .. {int(ids.max())}, {ids.unique().numel()} of them distinct"
+            )
+        return d2t if config.reduced_vocab else None
+
+    def _draft_rows(self, weight: Tensor) -> Tensor:
+        config = self.config
+        wanted = (config.draft_vocab_size if config.own_lm_head else config.vocab_size, config.hidden_size)
+        if tuple(weight.shape) != wanted:
+            raise ValueError(f"the LM head must be {list(wanted)} for this draft head, got {list(weight.shape)}")
+        if config.own_lm_head or self.d2t is None:
+            return weight
+        rows = self.d2t + torch.arange(config.draft_vocab_size, device=self.d2t.device)
+        return weight.detach()[rows.to(weight.device)].contiguous()

@@ -1,0 +1,257 @@
+"""Forwards without pages, for training: whole sequences at once, gradients, and a decode step over dense caches.
+
+They use the weights of the paged modules and equal their forwards; a test holds them to that. The unrolled draft head
+(:class:`UnrolledHead`) is what EAGLE-3 calls training-time test: step ``j`` at row ``i`` runs at rotary position
+``i + j`` on the head's own carried state, and sees the keys of step 0 up to row ``i`` plus those its own chain left in
+steps 1 to ``j``. In a real draft the chain's keys stand in the cache behind the true ones, which is the same set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specops.models.config import ModelConfig
+from specops.models.eagle import EagleHead
+from specops.models.llama import CausalLM
+from specops.models.rotary import Rope, rotate
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """Weights of one decoder layer of the target."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class DenseTarget:
+    """Weights of a frozen target, by reference, in the form the dense forwards take."""
+
+    embed: Tensor
+    layers: tuple[DenseLayer, ...]
+    norm: Tensor
+    lm_head: Tensor
+    cos: Tensor
+    sin: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+
+    @classmethod
+    def of(cls, model: CausalLM) -> DenseTarget:
+        """The weights of ``model``.
+
+        Raises:
+            ValueError: the model has something these forwards lack (windows, soft caps, head norms, ...); names it.
+        """
+        config = model.config
+        _refuse_unsupported(config)
+        dtype = model.embed_tokens.weight.dtype
+        layers = tuple(
+            DenseLayer(
+                input_norm=layer.input_norm.weight.detach(),
+                qkv=layer.attn.qkv.weight.detach(),
+                qkv_bias=None if layer.attn.qkv.bias is None else layer.attn.qkv.bias.detach(),
+                out=layer.attn.o.weight.detach(),
+                out_bias=None if layer.attn.o.bias is None else layer.attn.o.bias.detach(),
+                mlp_norm=layer.mlp_norm.weight.detach(),
+                gate_up=layer.mlp.gate_up.weight.detach(),
+                down=layer.mlp.down.weight.detach(),
+            )
+            for layer in model.layers
+        )
+        return cls(
+            embed=model.embed_tokens.weight.detach(),
+            layers=layers,
+            norm=model.norm.weight.detach(),
+            lm_head=model.lm_head.weight.detach(),
+            cos=model.rotary.cos.to(dtype),
+            sin=model.rotary.sin.to(dtype),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        )
+
+
+def _refuse_unsupported(config: ModelConfig) -> None:
+    found = [
+        name
+        for name, present in (
+            ("a sliding window", any(window is not None for window in config.layer_windows)),
+            ("a soft cap", config.attention_softcap is not None or config.logit_softcap is not None),
+            ("attention sinks", config.attention_sinks),
+            ("head norms", config.qk_norm),
+            ("norm offsets or post-norms", config.norm_offset != 0 or config.post_norms),
+            ("scaled embeddings or scores", config.embedding_scale is not None or config.attention_scale is not None),
+            ("MLP biases", config.mlp_bias),
+            (f"activation {config.hidden_act}", config.hidden_act != "silu"),
+        )
+        if present
+    ]
+    if found:
+        raise ValueError(f"training takes plain Llama-style targets; this one has {', '.join(found)}")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def full_precision_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:
+    """``[R, V]`` float32. bf16 logits near 20 step by 1/8, so many maxima would tie."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
+    return F.linear(hidden, lm_head).float()
+
+
+@torch.no_grad()
+def prefill(target: DenseTarget, ids: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    """Hidden states of whole sequences.
+
+    Args:
+        ids: ``[B, L]`` int64.
+        aux_layers: residual streams wanted as features, named by how many layers have run; empty for the final one.
+
+    Returns:
+        hidden: ``[B, L, H]`` after the final norm.
+        features: what a draft head reads: ``hidden`` itself, or the aux streams side by side.
+    """
+    batch, length = ids.shape
+    x = target.embed[ids]
+    rope = (target.cos[:length, None, :], target.sin[:length, None, :])
+    streams = {0: x}
+    for number, layer in enumerate(target.layers):
+        q, k, v = _project(layer, x, rope, target)
+        # A key-value head's query heads are rows of one batch entry for the grouped kernels.
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=target.num_heads != target.num_kv_heads,
+        )
+        x = x + F.linear(mixed.transpose(1, 2).reshape(batch, length, -1), layer.out, layer.out_bias)
+        x = x + _mlp(layer, x, target.eps)
+        if number + 1 in aux_layers:
+            streams[number + 1] = x
+    hidden = rms_norm(x, target.norm, target.eps)
+    if not aux_layers:
+        return hidden, hidden
+    return hidden, torch.cat([streams[index] for index in aux_layers], dim=-1)
+
+
+def _project(layer: DenseLayer, x: Tensor, rope: Rope, target: DenseTarget) -> tuple[Tensor, Tensor, Tensor]:
+    heads = F.linear(rms_norm(x, layer.input_norm, target.eps), layer.qkv, layer.qkv_bias)
+    heads = heads.unflatten(-1, (-1, target.head_dim))
+    qk, v = heads.split((target.num_heads + target.num_kv_heads, target.num_kv_heads), dim=-2)
+    q, k = rotate(qk, rope).split((target.num_heads, target.num_kv_heads), dim=-2)
+    return q, k, v
+
+
+def _mlp(layer: DenseLayer, x: Tensor, eps: float) -> Tensor:
+    gate, up = F.linear(rms_norm(x, layer.mlp_norm, eps), layer.gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, layer.down)
+
+
+def decode_layer(
+    x: Tensor,
+    layer: DenseLayer,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    prefix: int,
+    num_heads: int,
+    eps: float,
+) -> Tensor:
+    """One layer, one new token a row, every row at the same position.
+
+    Args:
+        x: ``[B, H]``.
+        keys, values: ``[B, Hkv, S, D]``; the new ones are written at ``index``.
+        cos, sin: ``[1, D / 2]`` of that position.
+        index: ``[1]`` int64.
+        prefix: keys to read, more than ``index``; a constant of the compiled code.
+    """
+    batch, num_kv_heads, head_dim = x.shape[0], keys.shape[1], keys.shape[3]
+    heads = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias).view(batch, -1, head_dim)
+    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    q, k = rotate(qk, (cos, sin)).split((num_heads, num_kv_heads), dim=1)
+    keys.index_copy_(2, index, k.unsqueeze(2))
+    values.index_copy_(2, index, v.unsqueeze(2))
+    grouped = q.reshape(batch * num_kv_heads, num_heads // num_kv_heads, head_dim)
+    seen_keys = keys.view(batch * num_kv_heads, -1, head_dim)[:, :prefix]
+    seen_values = values.view(batch * num_kv_heads, -1, head_dim)[:, :prefix]
+    scores = torch.bmm(grouped, seen_keys.transpose(1, 2)).float() * head_dim**-0.5
+    later = torch.arange(prefix, device=x.device) > index
+    weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1).to(x.dtype)
+    mixed = torch.bmm(weights, seen_values).reshape(batch, -1)
+    x = x + F.linear(mixed, layer.out, layer.out_bias)
+    return x + _mlp(layer, x, eps)
+
+
+class UnrolledHead:
+    """The draft head over ``[B, L]`` rows, step after step, remembering the keys each step left.
+
+    Args:
+        head: the head; gradients reach its parameters.
+        first_position: rotary position of row 0.
+    """
+
+    def __init__(self, head: EagleHead, first_position: int = 0) -> None:
+        self.head = head
+        self.first_position = first_position
+        self._past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.layers]
+
+    def step(self, input_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        """Carried hidden states of the next step.
+
+        Args:
+            input_ids: ``[B, L]`` int64; in step ``j`` row ``i`` holds token ``i + 1 + j``.
+            hidden_states: ``[B, L, width]``; the target's in step 0, then what this returned.
+
+        Returns:
+            ``[B, L, hidden_size]``.
+        """
+        head, step = self.head, len(self._past[0])
+        embedding, hidden = head.inputs(input_ids, hidden_states)
+        positions = torch.arange(input_ids.shape[1], device=hidden.device) + (self.first_position + step)
+        rope = head.rotary(positions, hidden.dtype)
+        for layer, past in zip(head.layers, self._past, strict=True):
+            read = layer.input_norm(hidden) if embedding is None else layer.attention_input(embedding, hidden)
+            hidden = hidden + self._attend(layer.attn, read, rope, past)
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        return hidden
+
+    def _attend(self, attn: Any, read: Tensor, rope: Rope, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        batch, length = read.shape[:2]
+        heads, kv_heads = attn.num_heads, attn.num_kv_heads
+        q, k, v = attn.qkv(read).unflatten(-1, (-1, attn.head_dim)).split((heads, kv_heads, kv_heads), dim=2)
+        # [B, Hkv, G, L, D]: the query heads of one KV head side by side.
+        q = rotate(q, rope).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        k, v = rotate(k, rope).transpose(1, 2), v.transpose(1, 2)
+        past.append((k, v))
+        first_keys, first_values = past[0]
+        scores = (q.flatten(2, 3) @ first_keys.transpose(2, 3)).view(batch, kv_heads, -1, length, length).float()
+        later = torch.ones((length, length), dtype=torch.bool, device=q.device).triu(1)
+        own = [(q * keys[:, :, None]).sum(dim=-1, keepdim=True).float() for keys, _ in past[1:]]
+        scores = torch.cat((scores.masked_fill(later, float("-inf")), *own), dim=-1) * attn.scale
+        weights = scores.softmax(dim=-1).to(v.dtype)
+        mixed = (weights[..., :length].flatten(2, 3) @ first_values).view_as(q)
+        for number, (_, values) in enumerate(past[1:]):
+            mixed = mixed + weights[..., length + number, None] * values[:, :, None]
+        return attn.o(mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1))

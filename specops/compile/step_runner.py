@@ -290,6 +290,8 @@ class StepRunner:
         for view in views.values():
             if self._uses_graphs:
                 torch._dynamo.mark_static_address(view, guard=False)
+            # The batch alone is dynamic; left to dynamo, widths that differ between two runners would become so too.
+            torch._dynamo.mark_static(view, list(range(1, view.dim())))
             if view.shape[0] > 1:
                 torch._dynamo.mark_dynamic(view, 0)
         return views

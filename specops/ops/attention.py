@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from operator import index
 from typing import Any
 
 import torch
@@ -122,13 +123,13 @@ def mha(
         q.device,
         q.dtype,
         k_cache.dtype,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        v_cache.shape[3],
-        k_cache.shape[1],
+        index(num_heads),
+        index(num_kv_heads),
+        index(head_dim),
+        index(v_cache.shape[3]),
+        index(k_cache.shape[1]),
         layout.kind,
-        layout.max_query_len,
+        index(layout.max_query_len),
         features,
     )
     if _checked_mode and not torch.compiler.is_compiling():
@@ -211,13 +212,13 @@ def mla(
         q_latent.device,
         q_latent.dtype,
         kv_cache.dtype,
-        num_heads,
+        index(num_heads),
         1,
-        head_dim,
-        latent_dim,
-        kv_cache.shape[1],
+        index(head_dim),
+        index(latent_dim),
+        index(kv_cache.shape[1]),
         layout.kind,
-        layout.max_query_len,
+        index(layout.max_query_len),
         features,
     )
     if _checked_mode and not torch.compiler.is_compiling():
@@ -254,6 +255,8 @@ def last_visible(tree_mask: Tensor, window: int) -> Tensor:
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def choose(backend: str, *call: Any) -> str:
     """Name of the op for one call: a dictionary look-up in eager mode, a constant to torch.compile.
+
+    Sizes are passed through ``operator.index``, which makes a size that dynamo took for dynamic a constant.
 
     ``call`` holds the fields of :class:`AttentionRequest` in order, with the device in place of its two device fields.
     """

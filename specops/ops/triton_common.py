@@ -1,0 +1,413 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""What the Triton attention kernels of both families share: scheduling, masks, softmax, merging, and their host side.
+
+Work is cut on the device. A *unit* is one tile of query rows of one KV head of one request; its cost is the number of key
+blocks it may see. The costs of all units, read from ``seq_lens``, are laid end to end, and every program takes an equal
+contiguous stretch of them. So the host fixes only the number of programs, from shapes, while the split follows the real
+lengths: long requests are spread over many programs and short ones share one. A program that owns a whole unit writes the
+output; else it writes a partial result (normalised output and base-2 log-sum-exp) that is merged, either by the last
+program of the unit to arrive or by a second kernel.
+
+A unit reads only keys in ``[0, seq_len)`` of its request, through masks that put zeros elsewhere, so NaN behind a
+sequence's end and in pages of others never meets a number.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+NEG_INF = tl.constexpr(float("-inf"))
+# The interpreter computes with NumPy, which has no bfloat16 products.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+# Multiprocessors assumed where there is no GPU (the interpreter): small, so that tests split and merge.
+INTERPRETED_SMS = 8
+# Counters of one device: 4 bytes a unit of work. A captured call keeps its own slice, so that two graphs may replay at once.
+ARENA_COUNTERS = 1 << 20
+# Tree masks up to this width are packed into one integer a row and tested in registers.
+PACKED_TREE_WIDTH = 64
+# Requests beyond this need no split: there are more of them than programs.
+MAX_SCHEDULED_REQUESTS = 8192
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of one launch.
+
+    Attributes:
+        block_m: query rows (times heads of a group) in a tile.
+        block_n: keys in a block.
+        num_warps, num_stages: as Triton names them.
+        programs_per_sm: programs of the grid for each multiprocessor.
+        swap: compute scores transposed, keys along the tensor cores' long side; for tiles of few rows.
+        inline_merge: merge by the last program to arrive instead of by a second kernel.
+        min_blocks: the fewest key blocks worth a program.
+        max_registers: registers a thread, to fit more programs on a multiprocessor; None leaves it to the compiler.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    swap: bool = False
+    inline_merge: bool = True
+    min_blocks: int = 1
+    max_registers: int | None = None
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of ``device``; cached by torch."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class _Arena:
+    """Zeroed int32 counters of one device, cut into slices that are never given back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory: Tensor = _allocate_apart(device, ARENA_COUNTERS)
+        self.used = 0
+
+    def take(self, count: int) -> Tensor | None:
+        if self.used + count > self.memory.shape[0]:
+            return None
+        self.used += count
+        return self.memory[self.used - count : self.used]
+
+
+_arenas: dict[torch.device, _Arena] = {}
+_stream_counters: dict[tuple[torch.device, int], Tensor] = {}
+_counter_lock = threading.Lock()
+
+
+def merge_counters(device: torch.device, count: int) -> Tensor:
+    """``[>= count]`` int32 zeros; the kernel that uses them leaves zeros behind.
+
+    Launches on one stream run one after another and share a slice. A call under capture gets a slice of its own, since
+    its graph may be replayed beside anything. Without an arena (first call under capture, or used up) the zeros are part
+    of the graph.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    with _counter_lock:
+        if torch.cuda.is_current_stream_capturing():
+            arena = _arenas.get(device)
+            taken = None if arena is None else arena.take(count)
+            return torch.zeros(count, dtype=torch.int32, device=device) if taken is None else taken
+        if device not in _arenas:
+            _arenas[device] = _Arena(device)
+        key = (device, torch.cuda.current_stream(device).cuda_stream)
+        held = _stream_counters.get(key)
+        if held is None or held.shape[0] < count:
+            size = next_power_of_2(max(count, 1024))
+            held = _arenas[device].take(size) if size <= ARENA_COUNTERS // 64 else None
+            if held is None:
+                held = _allocate_apart(device, size)
+            _stream_counters[key] = held
+        return held
+
+
+def _allocate_apart(device: torch.device, count: int) -> Tensor:
+    """Zeros that belong to no memory pool of the caller: a warm-up inside a graph pool must not own what outlives it."""
+    made: list[Tensor] = []
+
+    def allocate() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            made.append(torch.zeros(count, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()
+
+    # Pools are bound to the thread that warms up.
+    worker = threading.Thread(target=allocate)
+    worker.start()
+    worker.join()
+    return made[0]
+
+
+@triton.jit
+def row_blocks(
+    seq_len,
+    rows,
+    window,
+    tree_width,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+):
+    """First key block, number of key blocks (at least 1) and number of row tiles of requests; scalars or vectors."""
+    tiles = (rows * GROUP + BLOCK_M - 1) // BLOCK_M
+    end = (seq_len + BLOCK_N - 1) // BLOCK_N
+    begin = seq_len * 0
+    if WINDOW:
+        # The lowest position: the first row, or under a tree mask a row that sees none of the tree.
+        if TREE:
+            position = seq_len - tree_width - 1
+        else:
+            position = seq_len - rows
+        begin = tl.maximum(position - window + 1, 0) // BLOCK_N
+    return begin, tl.maximum(end - begin, 1), tiles
+
+
+@triton.jit
+def request_costs(
+    seq_lens,
+    query_start,
+    num_requests,
+    query_len,
+    window,
+    tree_width,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PACKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+):
+    """``[BLOCK_B]`` int32: key blocks of all units of each request, 0 for one without rows."""
+    request = tl.arange(0, BLOCK_B)
+    live = request < num_requests
+    seq_len = tl.maximum(tl.load(seq_lens + request, mask=live, other=0), 0)
+    if PACKED:
+        start = tl.load(query_start + request, mask=live, other=0)
+        rows = tl.load(query_start + request + 1, mask=live, other=0) - start
+    else:
+        rows = tl.where(live, query_len, 0)
+    _, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
+    return blocks * tiles * HEADS
+
+
+@triton.jit
+def request_scalars(seq_lens, query_start, request, query_len, PACKED: tl.constexpr):
+    """seq_len, first row and number of rows of one request."""
+    seq_len = tl.maximum(tl.load(seq_lens + request), 0)
+    if PACKED:
+        start = tl.load(query_start + request)
+        rows = tl.load(query_start + request + 1) - start
+    else:
+        start = request * query_len
+        rows = query_len + seq_len * 0
+    return seq_len, start, rows
+
+
+@triton.jit
+def row_limits(
+    row,
+    valid,
+    start,
+    seq_len,
+    rows,
+    window,
+    tree_mask,
+    stride_mask,
+    tree_width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    TREE_BITS: tl.constexpr,
+):
+    """First key, last always-visible key, and packed tree bits of each row of a tile, ``[BLOCK_M]`` each.
+
+    Without a tree mask the bits are unused. Rows that are not valid see nothing.
+    """
+    bits = row * 0
+    if TREE:
+        prefix = seq_len - tree_width
+        column = tl.arange(0, BLOCK_W)
+        where = tree_mask + (start + row).to(tl.int64)[:, None] * stride_mask + column[None, :]
+        seen = tl.load(where, mask=valid[:, None] & (column < tree_width)[None, :], other=0).to(tl.int32)
+        last = tl.where(valid, prefix - 1, -1)
+        position = prefix - 1 + tl.sum(seen, 1)
+        if TREE_BITS == 32:
+            bits = tl.sum(seen << column[None, :], 1)
+        if TREE_BITS == 64:
+            bits = tl.sum(seen.to(tl.int64) << column[None, :].to(tl.int64), 1)
+    else:
+        position = seq_len - rows + row
+        last = tl.where(valid, position, -1)
+    first = row * 0
+    if WINDOW:
+        first = position - window + 1
+    return first, last, bits
+
+
+@triton.jit
+def along_rows(x, SWAP: tl.constexpr):
+    """A vector over rows as a tile of one column, or of one row where scores are transposed."""
+    if SWAP:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def along_keys(x, SWAP: tl.constexpr):
+    if SWAP:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
+def visible(
+    key,
+    first,
+    last,
+    bits,
+    valid,
+    mask_row,
+    seq_len,
+    tree_width,
+    SWAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    TREE_BITS: tl.constexpr,
+):
+    """Which keys of a block each row of a tile sees: a tile of scores in shape, bool."""
+    keys = along_keys(key, SWAP)
+    seen = keys <= along_rows(last, SWAP)
+    if TREE:
+        own = keys - (seq_len - tree_width)
+        rows = along_rows(valid, SWAP)
+        if TREE_BITS > 0:
+            place = tl.minimum(tl.maximum(own, 0), tree_width - 1)
+            bit = ((along_rows(bits, SWAP) >> place) & 1) != 0
+            seen = seen | (bit & (own >= 0) & (keys < seq_len) & rows)
+        else:
+            inside = (own >= 0) & (keys < seq_len) & rows
+            seen = seen | (tl.load(along_rows(mask_row, SWAP) + own, mask=inside, other=0) != 0)
+    if WINDOW:
+        seen = seen & (keys >= along_rows(first, SWAP))
+    return seen
+
+
+@triton.jit
+def tile_keys(first_row, last_row, seq_len, rows, window, tree_width, WINDOW: tl.constexpr, TREE: tl.constexpr):
+    """Half-open range of keys that rows ``first_row`` to ``last_row`` of a request may see."""
+    low = seq_len * 0
+    if TREE:
+        high = seq_len
+        if WINDOW:
+            low = tl.maximum(seq_len - tree_width - window, 0)
+    else:
+        high = tl.maximum(tl.minimum(seq_len - rows + last_row + 1, seq_len), 0)
+        if WINDOW:
+            low = tl.maximum(seq_len - rows + first_row - window + 1, 0)
+    return low, high
+
+
+@triton.jit
+def product(a, b, acc):
+    """``acc + a @ b`` with float32 accumulation; float32 operands are multiplied in full precision."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def tanh(x):
+    """tanh in float32 with a relative error near rounding: a series where 1 - 2/(e^2x + 1) would cancel."""
+    x2 = x * x
+    series = x * (1 + x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * (-0.0539682540 + x2 * 0.0218694885))))
+    return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (tl.exp2(x * 2.8853900817779268) + 1))
+
+
+@triton.jit
+def scaled(scores, score_scale, cap, SOFTCAP: tl.constexpr):
+    """Scores in base 2. ``score_scale`` holds scale * log2(e), or scale / softcap with ``cap`` = softcap * log2(e)."""
+    scores = scores * score_scale
+    if SOFTCAP:
+        scores = tanh(scores) * cap
+    return scores
+
+
+@triton.jit
+def softmax_step(scores, m, total, SWAP: tl.constexpr):
+    """Probabilities of a block against the running maximum; returns them, the new state and the factor on the old."""
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    m_new = tl.maximum(m, tl.max(scores, AXIS))
+    # A row that has seen nothing has maximum -inf; -inf - -inf must not happen.
+    base = tl.where(m_new == NEG_INF, 0.0, m_new)
+    factor = tl.exp2(m - base)
+    p = tl.exp2(scores - along_rows(base, SWAP))
+    return p, m_new, total * factor + tl.sum(p, AXIS), factor
+
+
+@triton.jit
+def sink_factor(lse, sinks, head, valid, SINKS: tl.constexpr):
+    """Share of the softmax's denominator that is not the sink's: ``[rows]``."""
+    factor = tl.full(lse.shape, 1.0, tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
+        factor = tl.where(lse == NEG_INF, 0.0, 1 / (1 + tl.exp2(sink - lse)))
+    return factor
+
+
+@triton.jit
+def merge_partials(
+    partial,
+    partial_lse,
+    first_program,
+    contributors,
+    row,
+    column,
+    column_valid,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Weighted sum of the partial results of one unit.
+
+    The first contributor's partial is in its odd slot (its stretch ended inside the unit), the others' in their even one
+    (theirs began inside it).
+
+    Args:
+        row: ``[R]`` rows of the tile.
+        column: ``[C]`` value columns.
+
+    Returns:
+        ``[R, C]`` normalised output and ``[R]`` base-2 log-sum-exp.
+    """
+    top = tl.full(row.shape, NEG_INF, tl.float32)
+    lanes = tl.arange(0, 16)
+    for begin in range(0, contributors, 16):
+        index = begin + lanes
+        slot = 2 * (first_program + index) + tl.where(index == 0, 1, 0)
+        where = partial_lse + slot.to(tl.int64)[:, None] * BLOCK_M + row[None, :]
+        lse = tl.load(where, mask=(index < contributors)[:, None], other=NEG_INF, cache_modifier=".cg")
+        top = tl.maximum(top, tl.max(lse, 0))
+    base = tl.where(top == NEG_INF, 0.0, top)
+    total = row.to(tl.float32) * 0
+    out = row.to(tl.float32)[:, None] * 0 + column.to(tl.float32)[None, :] * 0
+    for begin in range(0, contributors, CHUNK):
+        for step in tl.static_range(CHUNK):
+            index = begin + step
+            slot = 2 * (first_program + index) + tl.where(index == 0, 1, 0)
+            here = index < contributors
+            at = partial_lse + slot.to(tl.int64) * BLOCK_M + row
+            lse = tl.load(at, mask=here & (row >= 0), other=NEG_INF, cache_modifier=".cg")
+            where = partial + (slot.to(tl.int64) * BLOCK_M + row)[:, None] * BLOCK_DV + column[None, :]
+            part = tl.load(where, mask=here & column_valid[None, :] & (row >= 0)[:, None], other=0.0, cache_modifier=".cg")
+            weight = tl.exp2(lse - base)
+            total += weight
+            out += weight[:, None] * part
+    safe = tl.where(total == 0, 1.0, total)
+    return out / safe[:, None], tl.where(total == 0, NEG_INF, base + tl.log2(safe))

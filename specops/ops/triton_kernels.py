@@ -1,0 +1,531 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""The attention kernels of both families over a paged cache.
+
+    out = softmax(mask(softcap(scale q K^T))) V,  softmax in base 2 with log2(e) folded into the scale
+
+All query rows of a request that share a KV head (rows times heads of the group) form tiles of BLOCK_M, so K and V are
+read once per KV head as long as one tile holds them. MLA is the case of one KV head whose value is the first part of its
+key (SHARED_V): one load serves both products. A key dim that is no power of two is taken in two parts, D and D2.
+
+* :func:`split_kernel`: the key blocks of all units are cut into equal stretches, one a program (see ``triton_common``).
+  For decode, verify, draft-extend, and any batch whose tiles are too few to fill the GPU.
+* :func:`merge_kernel`: merges what the stretches left, where the split kernel does not do it itself.
+* :func:`tiles_kernel`: one program a tile of rows, over all keys it may see. For prefill.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specops.ops.triton_common import (
+    NEG_INF,
+    along_rows,
+    merge_partials,
+    product,
+    request_costs,
+    request_scalars,
+    row_blocks,
+    row_limits,
+    scaled,
+    sink_factor,
+    softmax_step,
+    tile_keys,
+    visible,
+)
+
+
+@triton.jit
+def load_tile(at, inside, column_inside, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile of the cache with zeros where a key is behind the sequence or a column behind the head dim."""
+    if MASKED and PADDED:
+        return tl.load(at, mask=inside & column_inside, other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=inside, other=0.0)
+    elif PADDED:
+        return tl.load(at, mask=column_inside, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def fold_blocks(
+    q,
+    q2,
+    m,
+    total,
+    acc,
+    begin,
+    end,
+    k_head,
+    v_head,
+    pages,
+    seq_len,
+    first,
+    last,
+    bits,
+    valid,
+    mask_row,
+    tree_width,
+    score_scale,
+    cap,
+    stride_kp,
+    stride_ks,
+    stride_vp,
+    stride_vs,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SHARED_V: tl.constexpr,
+    SWAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TREE: tl.constexpr,
+    TREE_BITS: tl.constexpr,
+    MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Fold key blocks ``begin`` to ``end`` into the softmax state of one tile.
+
+    Page ids are fetched one block ahead: a block that lies inside one page needs a single id. Without MASKED every key of
+    every block is visible to every row.
+    """
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    d2 = tl.arange(0, max(BLOCK_D2, 1))
+    dv = tl.arange(0, BLOCK_DV)
+    if ONE_PAGE:
+        page = tl.load(pages + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
+    else:
+        key = begin * BLOCK_N + n
+        page = tl.load(pages + key // PAGE_SIZE, mask=(key < seq_len) & (begin < end), other=0)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        key = block * BLOCK_N + n
+        if ONE_PAGE:
+            k_page = k_head + page.to(tl.int64) * stride_kp
+            v_page = v_head + page.to(tl.int64) * stride_vp
+            offset = (block * BLOCK_N) % PAGE_SIZE + n
+            k_at_row = k_page + offset[:, None] * stride_ks
+            v_at = v_page + offset[:, None] * stride_vs + dv[None, :]
+            page = tl.load(pages + (block + 1) * BLOCK_N // PAGE_SIZE, mask=block + 1 < end, other=0)
+        else:
+            offset = key % PAGE_SIZE
+            k_at_row = k_head + (page.to(tl.int64) * stride_kp + offset * stride_ks)[:, None]
+            v_at = v_head + (page.to(tl.int64) * stride_vp + offset * stride_vs)[:, None] + dv[None, :]
+            ahead = key + BLOCK_N
+            page = tl.load(pages + ahead // PAGE_SIZE, mask=(ahead < seq_len) & (block + 1 < end), other=0)
+        inside = (key < seq_len)[:, None]
+        k_at = k_at_row + d[None, :]
+        k = load_tile(k_at, inside, (d < D)[None, :], MASKED, BLOCK_D != D).to(q.dtype)
+        if SHARED_V:
+            v = k
+        else:
+            v = load_tile(v_at, inside, (dv < DV)[None, :], MASKED, BLOCK_DV != DV).to(q.dtype)
+        if SWAP:
+            scores = product(k, tl.trans(q), None)
+        else:
+            scores = product(q, tl.trans(k), None)
+        if D2 > 0:
+            k2_at = k_at_row + (D + d2)[None, :]
+            k2 = load_tile(k2_at, inside, (d2 < D2)[None, :], MASKED, BLOCK_D2 != D2).to(q.dtype)
+            if SWAP:
+                scores = product(k2, tl.trans(q2), scores)
+            else:
+                scores = product(q2, tl.trans(k2), scores)
+        scores = scaled(scores, score_scale, cap, SOFTCAP)
+        if MASKED:
+            seen = visible(key, first, last, bits, valid, mask_row, seq_len, tree_width, SWAP, WINDOW, TREE, TREE_BITS)
+            scores = tl.where(seen, scores, NEG_INF)
+        p, m, total, factor = softmax_step(scores, m, total, SWAP)
+        acc = acc * along_rows(factor, SWAP)
+        if SWAP:
+            acc = product(tl.trans(v), p.to(q.dtype), acc)
+        else:
+            acc = product(p.to(q.dtype), v, acc)
+    return m, total, acc
+
+
+@triton.jit
+def split_kernel(
+    q,
+    q2,
+    k_cache,
+    v_cache,
+    out,
+    page_table,
+    seq_lens,
+    query_start,
+    sinks,
+    tree_mask,
+    k_scale,
+    v_scale,
+    partial,
+    partial_lse,
+    counters,
+    num_requests,
+    num_rows,
+    query_len,
+    max_tiles,
+    window,
+    tree_width,
+    score_scale,
+    cap,
+    stride_qt,
+    stride_qh,
+    stride_q2t,
+    stride_q2h,
+    stride_kp,
+    stride_ks,
+    stride_kh,
+    stride_vp,
+    stride_vs,
+    stride_vh,
+    stride_pages,
+    stride_mask,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SHARED_V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PACKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    TREE: tl.constexpr,
+    TREE_BITS: tl.constexpr,
+    SCALED_KV: tl.constexpr,
+    SWAP: tl.constexpr,
+    INLINE_MERGE: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """An equal stretch of all units' key blocks a program; see the module's docstring."""
+    pid = tl.program_id(0)
+    cost = request_costs(
+        seq_lens, query_start, num_requests, query_len, window, tree_width,
+        HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
+    )  # fmt: skip
+    upto = tl.cumsum(cost, 0)
+    all_blocks = tl.sum(cost, 0)
+    stretch = tl.maximum((all_blocks + tl.num_programs(0) - 1) // tl.num_programs(0), MIN_BLOCKS)
+    position = pid * stretch
+    stop = tl.minimum(position + stretch, all_blocks)
+    if PACKED:
+        _zero_unowned_rows(out, query_start, num_requests, num_rows, pid, HEADS * GROUP, DV, BLOCK_DV)
+    v_factor = 1.0
+    if SCALED_KV:
+        score_scale = score_scale * tl.load(k_scale)
+        v_factor = tl.load(v_scale)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    m_index = tl.arange(0, BLOCK_M)
+    while position < stop:
+        # The request and unit that this place of the schedule falls in.
+        before = upto <= position
+        request = tl.sum(before.to(tl.int32), 0)
+        within = position - tl.sum(tl.where(before, cost, 0), 0)
+        seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
+        first_block, blocks, tiles = row_blocks(
+            seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE
+        )
+        unit = within // blocks
+        skip = within - unit * blocks
+        count = tl.minimum(blocks - skip, stop - position)
+        kv_head = unit // tiles
+        tile = unit - kv_head * tiles
+
+        flat = tile * BLOCK_M + m_index
+        row = flat // GROUP
+        head = kv_head * GROUP + flat % GROUP
+        valid = row < rows
+        q_at = q + (start + row).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
+        q_tile = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q2_tile = q_tile
+        if D2 > 0:
+            d2 = tl.arange(0, BLOCK_D2)
+            q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
+            q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
+        first, last, bits = row_limits(
+            row, valid, start, seq_len, rows, window, tree_mask, stride_mask, tree_width,
+            BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
+        )  # fmt: skip
+        mask_row = tree_mask
+        if TREE and TREE_BITS == 0:
+            mask_row = tree_mask + (start + row).to(tl.int64) * stride_mask
+        low, high = tile_keys(
+            tile * BLOCK_M // GROUP, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
+            seq_len, rows, window, tree_width, WINDOW, TREE,
+        )  # fmt: skip
+        begin = tl.maximum(first_block + skip, low // BLOCK_N)
+        end = tl.minimum(first_block + skip + count, (high + BLOCK_N - 1) // BLOCK_N)
+
+        m = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        if SWAP:
+            acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        m, total, acc = fold_blocks(
+            q_tile, q2_tile, m, total, acc, begin, end,
+            k_cache + kv_head.to(tl.int64) * stride_kh, v_cache + kv_head.to(tl.int64) * stride_vh,
+            page_table + request.to(tl.int64) * stride_pages,
+            seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+            stride_kp, stride_ks, stride_vp, stride_vs,
+            D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
+            SWAP, WINDOW, SOFTCAP, TREE, TREE_BITS, True, STAGES,
+        )  # fmt: skip
+        safe = tl.where(total == 0, 1.0, total)
+        result = acc * along_rows(v_factor / safe, SWAP)
+        if SWAP:
+            result = tl.trans(result)
+        lse = tl.where(total == 0, NEG_INF, m + tl.log2(safe))
+
+        unit_start = position - skip
+        first_program = unit_start // stretch
+        contributors = (unit_start + blocks - 1) // stretch - first_program + 1
+        out_at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + dv[None, :]
+        out_mask = valid[:, None] & (dv < DV)[None, :]
+        if contributors == 1:
+            result = result * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=out_mask)
+        else:
+            slot = (2 * pid + tl.where(pid == first_program, 1, 0)).to(tl.int64)
+            at = partial + (slot * BLOCK_M + m_index)[:, None] * BLOCK_DV + dv[None, :]
+            tl.store(at, result, mask=(dv < DV)[None, :])
+            tl.store(partial_lse + slot * BLOCK_M + m_index, lse)
+            if INLINE_MERGE:
+                # All warps' stores are done before one of them announces this contributor.
+                tl.debug_barrier()
+                counter = counters + (request * HEADS + kv_head) * max_tiles + tile
+                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if arrived == contributors - 1:
+                    tl.store(counter, 0)
+                    merged, lse = merge_partials(
+                        partial, partial_lse, first_program, contributors, m_index, dv, dv < DV, BLOCK_M, BLOCK_DV, 4
+                    )
+                    merged = merged * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
+                    tl.store(out_at, merged.to(out.dtype.element_ty), mask=out_mask)
+        position += count
+
+
+@triton.jit
+def _zero_unowned_rows(
+    out, query_start, num_requests, num_rows, pid, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+):
+    """Rows of a packed layout behind the last request belong to nobody and are zero."""
+    dv = tl.arange(0, BLOCK_DV)
+    row = tl.load(query_start + num_requests) + pid
+    while row < num_rows:
+        for head in range(0, HEADS):
+            at = out + (row.to(tl.int64) * HEADS + head) * DV + dv
+            tl.store(at, tl.zeros((BLOCK_DV,), out.dtype.element_ty), mask=dv < DV)
+        row += tl.num_programs(0)
+
+
+@triton.jit
+def merge_kernel(
+    out,
+    seq_lens,
+    query_start,
+    sinks,
+    partial,
+    partial_lse,
+    num_requests,
+    query_len,
+    max_tiles,
+    window,
+    tree_width,
+    num_programs,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PACKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    TREE: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+):
+    """Merge the partials of one unit, ``BLOCK_R`` rows of its tile a program; nothing to do for a unit of one program."""
+    unit_id = tl.program_id(0)
+    request = unit_id // (HEADS * max_tiles)
+    kv_head = unit_id // max_tiles % HEADS
+    tile = unit_id % max_tiles
+    cost = request_costs(
+        seq_lens, query_start, num_requests, query_len, window, tree_width,
+        HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
+    )  # fmt: skip
+    all_blocks = tl.sum(cost, 0)
+    base = tl.sum(tl.where(tl.arange(0, BLOCK_B) < request, cost, 0), 0)
+    stretch = tl.maximum((all_blocks + num_programs - 1) // num_programs, MIN_BLOCKS)
+    seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
+    _, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
+    unit_start = base + (kv_head * tiles + tile) * blocks
+    first_program = unit_start // stretch
+    contributors = (unit_start + blocks - 1) // stretch - first_program + 1
+    if (tile < tiles) & (contributors > 1):
+        m_index = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        dv = tl.arange(0, BLOCK_DV)
+        flat = tile * BLOCK_M + m_index
+        row = flat // GROUP
+        head = kv_head * GROUP + flat % GROUP
+        valid = row < rows
+        merged, lse = merge_partials(
+            partial, partial_lse, first_program, contributors, m_index, dv, dv < DV, BLOCK_M, BLOCK_DV, 8
+        )
+        merged = merged * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
+        at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + dv[None, :]
+        tl.store(at, merged.to(out.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit
+def tiles_kernel(
+    q,
+    q2,
+    k_cache,
+    v_cache,
+    out,
+    page_table,
+    seq_lens,
+    query_start,
+    sinks,
+    tree_mask,
+    k_scale,
+    v_scale,
+    num_requests,
+    num_rows,
+    query_len,
+    max_tiles,
+    window,
+    tree_width,
+    score_scale,
+    cap,
+    stride_qt,
+    stride_qh,
+    stride_q2t,
+    stride_q2h,
+    stride_kp,
+    stride_ks,
+    stride_kh,
+    stride_vp,
+    stride_vs,
+    stride_vh,
+    stride_pages,
+    stride_mask,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SHARED_V: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PACKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    TREE: tl.constexpr,
+    TREE_BITS: tl.constexpr,
+    SCALED_KV: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One tile of query rows of one KV head of one request a program.
+
+    The latest tiles see the most keys and start first. Blocks that all rows see in full skip the mask.
+    """
+    pid = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = pid % num_requests
+    tile = max_tiles - 1 - pid // num_requests
+    seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
+    if PACKED:
+        if kv_head == 0:
+            _zero_unowned_rows(out, query_start, num_requests, num_rows, pid, HEADS * GROUP, DV, BLOCK_DV)
+    if tile * BLOCK_M < rows * GROUP:
+        v_factor = 1.0
+        if SCALED_KV:
+            score_scale = score_scale * tl.load(k_scale)
+            v_factor = tl.load(v_scale)
+        d = tl.arange(0, BLOCK_D)
+        dv = tl.arange(0, BLOCK_DV)
+        flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = flat // GROUP
+        head = kv_head * GROUP + flat % GROUP
+        valid = row < rows
+        q_at = q + (start + row).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
+        q_tile = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q2_tile = q_tile
+        if D2 > 0:
+            d2 = tl.arange(0, BLOCK_D2)
+            q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
+            q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
+        first, last, bits = row_limits(
+            row, valid, start, seq_len, rows, window, tree_mask, stride_mask, tree_width,
+            BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
+        )  # fmt: skip
+        mask_row = tree_mask
+        if TREE and TREE_BITS == 0:
+            mask_row = tree_mask + (start + row).to(tl.int64) * stride_mask
+        first_row = tile * BLOCK_M // GROUP
+        low, high = tile_keys(
+            first_row, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
+            seq_len, rows, window, tree_width, WINDOW, TREE,
+        )  # fmt: skip
+        begin = low // BLOCK_N
+        end = (high + BLOCK_N - 1) // BLOCK_N
+        if WINDOW:
+            full_end = begin
+        elif TREE:
+            full_end = tl.maximum(seq_len - tree_width, 0) // BLOCK_N
+        else:
+            full_end = tl.maximum(tl.minimum(seq_len - rows + first_row + 1, seq_len), 0) // BLOCK_N
+        m = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        k_head = k_cache + kv_head.to(tl.int64) * stride_kh
+        v_head = v_cache + kv_head.to(tl.int64) * stride_vh
+        pages = page_table + request.to(tl.int64) * stride_pages
+        if not WINDOW:
+            m, total, acc = fold_blocks(
+                q_tile, q2_tile, m, total, acc, begin, full_end, k_head, v_head, pages,
+                seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+                stride_kp, stride_ks, stride_vp, stride_vs,
+                D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
+            False, WINDOW, SOFTCAP, TREE, TREE_BITS, False, STAGES,
+            )  # fmt: skip
+        m, total, acc = fold_blocks(
+            q_tile, q2_tile, m, total, acc, full_end, end, k_head, v_head, pages,
+            seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+            stride_kp, stride_ks, stride_vp, stride_vs,
+            D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
+            False, WINDOW, SOFTCAP, TREE, TREE_BITS, True, STAGES,
+        )  # fmt: skip
+        safe = tl.where(total == 0, 1.0, total)
+        lse = tl.where(total == 0, NEG_INF, m + tl.log2(safe))
+        result = acc * (v_factor / safe * sink_factor(lse, sinks, head, valid, SINKS))[:, None]
+        at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + dv[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])

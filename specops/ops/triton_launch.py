@@ -1,0 +1,192 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Host side of the Triton attention kernels: from the arguments of a call to grid, constants and workspace.
+
+Both families come here as one form: queries in one or two parts along the key dim, a K cache, and a V cache that is the
+K cache itself for MLA. Only shapes, strides and dtypes are read, so a launch may be captured and replayed with other
+lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from specops.layout import QueryLayout
+from specops.ops.triton_common import (
+    LOG2E,
+    PACKED_TREE_WIDTH,
+    Tiling,
+    merge_counters,
+    next_power_of_2,
+    num_sms,
+)
+from specops.ops.triton_kernels import merge_kernel, split_kernel, tiles_kernel
+
+# Rows of a tile that one program of the merge kernel takes.
+MERGE_ROWS = 4
+
+
+def launch(
+    q: Tensor,
+    q2: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    layout: QueryLayout,
+    scale: float,
+    shared_v: bool,
+    split: bool,
+    tiling: Tiling,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """Run one attention call.
+
+    Args:
+        q: ``[T, Hq, D]``, or its first D columns when q2 holds the rest.
+        q2: ``[T, Hq, D2]`` or None.
+        k_cache: ``[P, S, Hkv, D + D2]``.
+        v_cache: ``[P, S, Hkv, Dv]``; a view of k_cache's first columns with shared_v.
+        split: the split kernel, else the tile kernel.
+        tiling: sizes of the launch.
+
+    Returns:
+        ``[T, Hq, Dv]`` in q's dtype.
+    """
+    num_rows, num_heads, dim = q.shape
+    _, page_size, num_kv_heads, value_dim = v_cache.shape
+    batch, max_pages = page_table.shape
+    query_len, group = layout.max_query_len, num_heads // num_kv_heads
+    out = q.new_empty((num_rows, num_heads, value_dim))
+    if num_rows == 0:
+        return out
+    if batch == 0 or max_pages == 0:
+        return out.zero_()
+    if page_table.stride(1) != 1:
+        page_table = page_table.contiguous()
+    if tree_mask is not None and tree_mask.stride(1) != 1:
+        tree_mask = tree_mask.contiguous()
+    seq_lens, sinks, query_start = seq_lens.contiguous(), _dense(sinks), _dense(layout.query_start)
+    dim2 = 0 if q2 is None else q2.shape[2]
+    tree_width = 0 if tree_mask is None else tree_mask.shape[1]
+    max_tiles = triton.cdiv(query_len * group, tiling.block_m)
+    scaled_kv = k_scale is not None or v_scale is not None
+    if scaled_kv:
+        k_scale = _one(q.device) if k_scale is None else k_scale
+        v_scale = _one(q.device) if v_scale is None else v_scale
+    numbers = (
+        batch,
+        num_rows,
+        query_len,
+        max_tiles,
+        window or 0,
+        tree_width,
+        scale * LOG2E if softcap is None else scale / softcap,
+        1.0 if softcap is None else softcap * LOG2E,
+        q.stride(0),
+        q.stride(1),
+        0 if q2 is None else q2.stride(0),
+        0 if q2 is None else q2.stride(1),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        page_table.stride(0),
+        0 if tree_mask is None else tree_mask.stride(0),
+    )
+    tensors = (q, q2, k_cache, v_cache, out, page_table, seq_lens, query_start, sinks, tree_mask, k_scale, v_scale)
+    block_dv = max(next_power_of_2(value_dim), 16)
+    # What the schedule depends on, so that the merge kernel finds what the split kernel left.
+    schedule: dict[str, Any] = {
+        "HEADS": num_kv_heads,
+        "GROUP": group,
+        "DV": value_dim,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_DV": block_dv,
+        "PACKED": query_start is not None,
+        "WINDOW": window is not None,
+        "SINKS": sinks is not None,
+        "TREE": tree_mask is not None,
+    }
+    constants: dict[str, Any] = {
+        **schedule,
+        "D": dim,
+        "D2": dim2,
+        "PAGE_SIZE": page_size,
+        "BLOCK_D": max(next_power_of_2(dim), 16),
+        "BLOCK_D2": 0 if q2 is None else max(next_power_of_2(dim2), 16),
+        "SHARED_V": shared_v,
+        "BLOCK_W": max(next_power_of_2(tree_width), 2),
+        "SOFTCAP": softcap is not None,
+        "TREE_BITS": tree_bits(tree_width),
+        "SCALED_KV": scaled_kv,
+        "STAGES": tiling.num_stages,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+    }
+    if tiling.max_registers is not None:
+        constants["maxnreg"] = tiling.max_registers
+    if not split:
+        tiles_kernel[(max_tiles * batch, num_kv_heads)](*tensors, *numbers, **constants)
+        return out
+    units = batch * num_kv_heads * max_tiles
+    most_blocks = units * triton.cdiv(max_pages * page_size, tiling.block_n)
+    programs = max(1, min(num_sms(q.device) * tiling.programs_per_sm, most_blocks // tiling.min_blocks))
+    partial = torch.empty((2 * programs, tiling.block_m, block_dv), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((2 * programs, tiling.block_m), dtype=torch.float32, device=q.device)
+    counters = merge_counters(q.device, units) if tiling.inline_merge else None
+    shared = {"BLOCK_B": max(next_power_of_2(batch), 2), "MIN_BLOCKS": tiling.min_blocks}
+    split_kernel[(programs,)](
+        *tensors,
+        partial,
+        partial_lse,
+        counters,
+        *numbers,
+        **constants,
+        **shared,
+        SWAP=tiling.swap,
+        INLINE_MERGE=tiling.inline_merge,
+    )
+    if not tiling.inline_merge:
+        merge_kernel[(units, tiling.block_m // MERGE_ROWS)](
+            out,
+            seq_lens,
+            query_start,
+            sinks,
+            partial,
+            partial_lse,
+            batch,
+            query_len,
+            max_tiles,
+            window or 0,
+            tree_width,
+            programs,
+            **schedule,
+            **shared,
+            BLOCK_R=MERGE_ROWS,
+            num_warps=4,
+        )
+    return out
+
+
+def tree_bits(tree_width: int) -> int:
+    """Bits of the integer that holds a row of a tree mask: 32, 64, or 0 for a mask that is read from memory."""
+    if tree_width > PACKED_TREE_WIDTH:
+        return 0
+    return 32 if tree_width <= 32 else 64
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _one(device: torch.device) -> Tensor:
+    return torch.ones(1, dtype=torch.float32, device=device)

@@ -1,0 +1,105 @@
+"""The ``triton`` backend's MHA: which kernel and which sizes serve a call. The kernels are in ``triton_kernels``.
+
+All query rows of a request that share a KV head go into one tile, so K and V are read once per KV head. Nothing is tuned
+or read back at run time, so a launch may be captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from specops.layout import QueryLayout
+from specops.ops.triton_common import MAX_SCHEDULED_REQUESTS, Tiling, next_power_of_2, num_sms
+from specops.ops.triton_launch import launch
+
+# Rows (times group) of the largest tile of the split kernel, and of a prefill tile.
+MAX_SPLIT_ROWS = 64
+PREFILL_ROWS = 128
+# The tile kernel takes over once there are this many whole tiles a multiprocessor.
+TILES_PER_SM = 4
+
+
+def choose_tiling(
+    rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, value_dim: int, split: bool
+) -> Tiling:
+    """Sizes of a launch.
+
+    Args:
+        rows: query rows of the widest request, times heads of a group.
+        dtype, kv_dtype: of the query and the cache.
+        head_dim, value_dim: key and value dims.
+        split: for the split kernel, else for the tile kernel.
+    """
+    width = max(head_dim, next_power_of_2(value_dim))
+    if dtype == torch.float32:
+        # float32 products run on the ordinary units and hold their operands in registers.
+        return Tiling(16, 32 if width <= 64 else 16, 4, 2, 2)
+    if not split:
+        return Tiling(PREFILL_ROWS, 64 if width <= 128 else 32, 8, 3, 1)
+    block_m = min(max(next_power_of_2(rows), 16), MAX_SPLIT_ROWS)
+    if width > 128:
+        return Tiling(block_m, 32, 4, 3, 2)
+    return Tiling(block_m, 64, 4, 3, 2)
+
+
+def mha(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    layout: QueryLayout,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    tiling: Tiling | None = None,
+    split: bool | None = None,
+) -> Tensor:
+    """Arguments and result as :func:`specops.ops.mha`; ``plan`` is not needed.
+
+    Args:
+        tiling: sizes to use in place of :func:`choose_tiling`'s, for measurements.
+        split: which kernel to use, for measurements; None decides by the number of tiles.
+    """
+    batch, num_kv_heads, head_dim = page_table.shape[0], k_cache.shape[2], q.shape[2]
+    rows = layout.max_query_len * (q.shape[1] // num_kv_heads)
+    if split is None:
+        whole_tiles = batch * num_kv_heads * triton.cdiv(rows, PREFILL_ROWS)
+        many = rows > MAX_SPLIT_ROWS and whole_tiles >= TILES_PER_SM * num_sms(q.device)
+        split = not many and batch <= MAX_SCHEDULED_REQUESTS
+    if tiling is None:
+        tiling = choose_tiling(rows, q.dtype, k_cache.dtype, head_dim, v_cache.shape[3], split)
+    first = first_part(head_dim)
+    return launch(
+        q[..., :first],
+        q[..., first:] if first < head_dim else None,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        layout=layout,
+        scale=scale,
+        shared_v=False,
+        split=split,
+        tiling=tiling,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        tree_mask=tree_mask,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def first_part(head_dim: int) -> int:
+    """Columns of the first of the two parts that a key dim is taken in; all of them for a power of two or a small dim."""
+    whole = next_power_of_2(head_dim)
+    return head_dim if whole == head_dim or head_dim <= 32 else whole // 2

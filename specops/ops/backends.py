@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -70,11 +70,14 @@ class Capabilities:
         group_sizes: allowed query heads per KV head.
         features: of ``FEATURES``. ``tree_mask`` masks the request's own rows; ``wide_tree_mask`` also takes masks wider
             than the row block (multi-step drafting).
+        not_together: sets of features that are served one by one but not in one call.
         interpreted_on: device types served through Triton's interpreter alone, that is with ``TRITON_INTERPRET=1``.
         graph_safe: whether the op may be captured into a CUDA graph.
         needs_plan: whether the op needs its host plan hook called before each step.
         packages: importable names the kernel needs.
         extra: the pip extra that brings them.
+        also: further sets of limits, for a backend whose kernels differ by device generation or layout. A call is
+            served if one set admits it; reasons come from the set that fits the device and the layout best.
     """
 
     device_types: tuple[str, ...]
@@ -89,20 +92,42 @@ class Capabilities:
     max_query_len: int | None = None
     group_sizes: tuple[int, ...] | None = None
     features: tuple[str, ...] = ()
+    not_together: tuple[tuple[str, ...], ...] = ()
     interpreted_on: tuple[str, ...] = ()
     graph_safe: bool = True
     needs_plan: bool = False
     packages: tuple[str, ...] = ()
     extra: str | None = None
+    also: tuple[Capabilities, ...] = ()
 
     def why_not(self, request: AttentionRequest) -> list[str]:
         """Reasons, in words, why a backend with these capabilities can't serve ``request``; empty when it can."""
+        sets = (self, *self.also)
+        on_device = [limits for limits in sets if not limits._device_reasons(request)]
+        if not on_device:
+            return self._whole_device_reasons(request, sets) + self.missing_packages()
+        found = [limits._own_reasons(request) for limits in on_device]
+        in_layout = [reasons for limits, reasons in zip(on_device, found, strict=True) if request.layout in limits.layouts]
+        return min(in_layout or found, key=len)
+
+    def _whole_device_reasons(self, request: AttentionRequest, sets: tuple[Capabilities, ...]) -> list[str]:
+        """The device's reason; with several sets one sentence that names the compute capabilities of all of them."""
+        allowed = [pair for limits in sets for pair in limits.compute_capabilities or ()]
+        if not self.also or request.device_type not in self.device_types or request.compute_capability is None:
+            return self._device_reasons(request)
+        capabilities = _join(_dotted(pair) for pair in dict.fromkeys(allowed))
+        return [f"compute capability {_dotted(request.compute_capability)} (it runs on {capabilities})"]
+
+    def _own_reasons(self, request: AttentionRequest) -> list[str]:
         reasons = [*self._device_reasons(request), *self._dtype_reasons(request), *self._shape_reasons(request)]
         if request.layout not in self.layouts:
             reasons.append(f"{request.layout} layout (it takes {_join(self.layouts)})")
         missing = [feature for feature in request.features if feature not in self.features]
         if missing:
             reasons.append(f"{_join(missing)} (it has {_join(self.features) or 'no optional feature'})")
+        for together in self.not_together:
+            if all(feature in request.features for feature in together):
+                reasons.append(f"{' and '.join(together)} in one call (it has each alone)")
         reasons.extend(self.missing_packages())
         return reasons
 
@@ -172,7 +197,8 @@ class Backend:
         kernel: a callable, or ``"module:function"`` that is imported at the first call. Called as
             ``kernel(q, k_cache, v_cache, page_table, seq_lens, *, layout, scale, **given_features)`` for MHA and
             ``kernel(q_latent, q_rope, kv_cache, page_table, seq_lens, *, layout, scale, **given_features)`` for MLA.
-        plan: the host plan hook of a backend with ``needs_plan``, in the same two forms.
+        plan: the host plan hook of a backend with ``needs_plan``, in the same two forms: called as
+            :func:`specops.ops.planning.make_plan` does, it returns a :class:`specops.ops.planning.Plan`.
         source: one line saying whose kernel runs.
     """
 
@@ -180,7 +206,7 @@ class Backend:
     family: Family
     capabilities: Capabilities
     kernel: str | Callable[..., Tensor]
-    plan: str | Callable[..., Tensor] | None = None
+    plan: str | Callable[..., Any] | None = None
     source: str = ""
 
     @property
@@ -195,7 +221,7 @@ class UnsupportedAttention(ValueError):
 _BACKENDS: dict[tuple[Family, str], Backend] = {}
 
 # Fastest first, per device type. A backend that is not named here is never chosen by auto; ask for it by name.
-_GPU_ORDER = ("triton", "trtllm", "reference")
+_GPU_ORDER = ("triton", "trtllm", "tokenspeed", "reference")
 AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "reference"),
     "cuda": _GPU_ORDER,
@@ -259,7 +285,7 @@ def register_backend(
     layouts: Iterable[str] = ("uniform", "packed"),
     features: Iterable[str] = (),
     source: str = "user",
-    plan: Callable[..., Tensor] | None = None,
+    plan: Callable[..., Any] | None = None,
     **limits: Any,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Decorator that makes a function an attention backend and a torch op, ``specops::{name}_{family}``.
@@ -458,6 +484,48 @@ def _dims(head_dim: int, value_dim: int) -> str:
 EVERY_DEVICE = ("cpu", "cuda", "hip", "musa")
 EVERY_FEATURE = FEATURES
 
+XQA_MHA = Capabilities(
+    ("cuda",),
+    compute_capabilities=((9, 0), (12, -1)),
+    q_dtypes=HALF,
+    kv_dtypes=(*HALF, FP8),
+    head_dims=(64, 128, 256),
+    page_sizes=(16, 32, 64, 128),
+    layouts=("uniform",),
+    max_query_len=32,
+    group_sizes=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 32),
+    features=("window", "sinks", "tree_mask", "fp8_kv"),
+    not_together=(("window", "tree_mask"), ("window", "fp8_kv"), ("tree_mask", "sinks"), ("sinks", "fp8_kv")),
+    packages=("flashinfer",),
+    extra="flashinfer",
+)
+TRTLLM_GEN_MHA = Capabilities(
+    ("cuda",),
+    compute_capabilities=((10, 0), (10, 3)),
+    q_dtypes=HALF,
+    kv_dtypes=(*HALF, FP8),
+    head_dims=(64, 128, 256),
+    page_sizes=(16, 32, 64),
+    layouts=("uniform",),
+    max_query_len=32,
+    features=("window", "sinks", "fp8_kv"),
+    packages=("flashinfer",),
+    extra="flashinfer",
+    also=(
+        Capabilities(
+            ("cuda",),
+            compute_capabilities=((10, 0), (10, 3)),
+            q_dtypes=HALF,
+            kv_dtypes=HALF,
+            head_dims=(64, 128, 256),
+            page_sizes=(16, 32, 64),
+            layouts=("packed",),
+            features=("window", "sinks"),
+            packages=("flashinfer",),
+            extra="flashinfer",
+        ),
+    ),
+)
 BUILTIN = (
     Backend(
         "reference",
@@ -518,6 +586,138 @@ BUILTIN = (
         ),
         "specops.ops.triton_mla:mla",
         source="specops Triton kernels",
+    ),
+    Backend(
+        "trtllm",
+        "mha",
+        replace(XQA_MHA, also=(TRTLLM_GEN_MHA, *TRTLLM_GEN_MHA.also)),
+        "specops.ops.trtllm_mha:mha",
+        source="TensorRT-LLM through flashinfer-python: XQA on 9.0 and 12.x, TRT-LLM-gen on 10.x",
+    ),
+    Backend(
+        "trtllm",
+        "mla",
+        Capabilities(
+            ("cuda",),
+            compute_capabilities=((10, 0), (10, 3)),
+            q_dtypes=(torch.bfloat16,),
+            kv_dtypes=(torch.bfloat16,),
+            head_dims=((576, 512), (320, 256)),
+            page_sizes=(32, 64),
+            layouts=("uniform",),
+            max_query_len=32,
+            features=("sinks",),
+            packages=("flashinfer",),
+            extra="flashinfer",
+            also=(
+                Capabilities(
+                    ("cuda",),
+                    compute_capabilities=((12, -1),),
+                    q_dtypes=(torch.bfloat16,),
+                    kv_dtypes=(torch.bfloat16,),
+                    head_dims=((576, 512),),
+                    page_sizes=(16, 32, 64, 128),
+                    layouts=("uniform",),
+                    max_query_len=32,
+                    group_sizes=(128,),
+                    packages=("flashinfer",),
+                    extra="flashinfer",
+                ),
+            ),
+        ),
+        "specops.ops.trtllm_mla:mla",
+        source="TensorRT-LLM through flashinfer-python: TRT-LLM-gen on 10.x, XQA on 12.x",
+    ),
+    Backend(
+        "flashinfer_fa2",
+        "mha",
+        Capabilities(
+            ("cuda",),
+            min_compute_capability=(8, 0),
+            q_dtypes=HALF,
+            kv_dtypes=(*HALF, FP8),
+            head_dims=(64, 128, 256),
+            features=EVERY_FEATURE,
+            not_together=(("sinks", "softcap"), ("sinks", "tree_mask")),
+            needs_plan=True,
+            packages=("flashinfer",),
+            extra="flashinfer",
+        ),
+        "specops.ops.flashinfer:fa2_mha",
+        plan="specops.ops.flashinfer:plan",
+        source="FlashInfer's FA2 paged prefill, planned on the host",
+    ),
+    Backend(
+        "flashinfer_fa3",
+        "mha",
+        Capabilities(
+            ("cuda",),
+            compute_capabilities=((9, 0),),
+            q_dtypes=HALF,
+            kv_dtypes=HALF,
+            head_dims=(64, 128, 256),
+            features=("window", "softcap", "sinks"),
+            not_together=(("sinks", "softcap"),),
+            needs_plan=True,
+            packages=("flashinfer",),
+            extra="flashinfer",
+        ),
+        "specops.ops.flashinfer:fa3_mha",
+        plan="specops.ops.flashinfer:plan",
+        source="FlashInfer's FA3 paged prefill, planned on the host",
+    ),
+    Backend(
+        "flashinfer_fa2",
+        "mla",
+        Capabilities(
+            ("cuda",),
+            min_compute_capability=(8, 0),
+            q_dtypes=HALF,
+            kv_dtypes=HALF,
+            head_dims=((576, 512),),
+            needs_plan=True,
+            packages=("flashinfer",),
+            extra="flashinfer",
+        ),
+        "specops.ops.flashinfer:fa2_mla",
+        plan="specops.ops.flashinfer:plan",
+        source="FlashInfer's FA2 MLA, planned on the host",
+    ),
+    Backend(
+        "flashinfer_fa3",
+        "mla",
+        Capabilities(
+            ("cuda",),
+            compute_capabilities=((9, 0),),
+            q_dtypes=HALF,
+            kv_dtypes=HALF,
+            head_dims=((576, 512),),
+            needs_plan=True,
+            packages=("flashinfer",),
+            extra="flashinfer",
+        ),
+        "specops.ops.flashinfer:fa3_mla",
+        plan="specops.ops.flashinfer:plan",
+        source="FlashInfer's FA3 MLA, planned on the host",
+    ),
+    Backend(
+        "tokenspeed",
+        "mla",
+        Capabilities(
+            ("cuda",),
+            compute_capabilities=((10, 0), (10, 3), (10, 7)),
+            q_dtypes=(torch.bfloat16,),
+            kv_dtypes=(torch.bfloat16,),
+            head_dims=((576, 512),),
+            page_sizes=(16, 32, 64, 128),
+            layouts=("uniform",),
+            max_query_len=32,
+            group_sizes=(8, 16, 32, 64, 128),
+            packages=("tokenspeed_mla",),
+            extra="tokenspeed",
+        ),
+        "specops.ops.tokenspeed_mla:mla",
+        source="TokenSpeed MLA decode (CuTe DSL)",
     ),
 )
 

@@ -1,0 +1,126 @@
+"""Triton kernels that turn a tree mask into the bit masks of other packages' kernels, one launch each.
+
+``pack_rows`` writes XQA's mask: one row of 16-bit words per query row. ``fill_custom_mask`` writes FlashInfer's mask: one
+bit per pair of query row and key, rows of a request back to back without padding, the mask of request ``b`` from byte
+``b * stride`` on. Both read lengths and trees from the device, so they may run inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_BYTES = 256
+
+
+def pack_rows(tree_mask: Tensor) -> Tensor:
+    """Bits of ``tree_mask``, lowest first, rows padded to 32 bits.
+
+    Args:
+        tree_mask: ``[T, W]`` bool, any strides.
+
+    Returns:
+        ``[T, 2 * ceil(W / 32)]`` uint16, contiguous.
+    """
+    rows, width = tree_mask.shape
+    words = -(-width // 32)
+    packed = torch.empty((rows, words), dtype=torch.int32, device=tree_mask.device)
+    if rows > 0:
+        _pack_rows[(rows, words)](tree_mask.view(torch.uint8), packed, width, *tree_mask.stride())
+    return packed.view(torch.uint16)
+
+
+def fill_custom_mask(out: Tensor, seq_lens: Tensor, tree_mask: Tensor, rows: int, window: int | None) -> None:
+    """Write the visible keys of every row of a uniform layout.
+
+    Args:
+        out: ``[B, stride]`` uint8; a request's bits fill the first ``ceil(rows * seq_len / 8)`` bytes of its line.
+        seq_lens: ``[B]`` int32.
+        tree_mask: ``[B * rows, W]`` bool.
+        rows: query rows of each request.
+        window: as for :func:`specops.ops.mha`; counts from a row's depth in the tree.
+    """
+    batch, stride = out.shape
+    width = tree_mask.shape[1]
+    if batch == 0 or stride == 0:
+        return
+    grid = (batch, triton.cdiv(stride, BLOCK_BYTES))
+    _fill_custom_mask[grid](
+        out,
+        seq_lens,
+        tree_mask.view(torch.uint8),
+        stride,
+        rows,
+        width,
+        tree_mask.stride(0),
+        tree_mask.stride(1),
+        0 if window is None else window,
+        HAS_WINDOW=window is not None,
+        WIDTH_BLOCK=triton.next_power_of_2(width),
+        BLOCK=BLOCK_BYTES,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pack_rows(mask, out, width, stride_row, stride_column):  # type: ignore[no-untyped-def]
+    """One program per row and 32-bit word: out[row, word] = sum over bits of mask[row, 32 word + bit] << bit."""
+    row, word = tl.program_id(0), tl.program_id(1)
+    bit = tl.arange(0, 32)
+    column = word * 32 + bit
+    value = tl.load(mask + row * stride_row + column * stride_column, mask=column < width, other=0).to(tl.int32)
+    # Each bit occurs once, so the sum wraps into the sign exactly as an or would.
+    tl.store(out + row * tl.num_programs(1) + word, tl.sum(value << bit))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fill_custom_mask(  # type: ignore[no-untyped-def]
+    out,
+    seq_lens,
+    mask,
+    stride,
+    rows,
+    width,
+    stride_row,
+    stride_column,
+    window,
+    HAS_WINDOW: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per request and block of bytes; bit ``f`` of a request is row ``f // seq_len``, key ``f % seq_len``.
+
+    A key before the last ``width`` is visible, one among them if its tree bit is set. A window of w keeps the w last of a
+    row's visible keys: its own ancestors, and of the prefix the last ``w - ancestors``; among its ancestors the last w.
+    """
+    request = tl.program_id(0)
+    seq_len = tl.load(seq_lens + request)
+    first = tl.program_id(1) * BLOCK
+    if first * 8 < rows * seq_len:
+        byte = first + tl.arange(0, BLOCK)
+        value = tl.zeros((BLOCK,), dtype=tl.int32)
+        prefix = seq_len - width
+        for bit in tl.static_range(8):
+            flat = byte * 8 + bit
+            row = flat // seq_len
+            key = flat - row * seq_len
+            inside = row < rows
+            own = key - prefix
+            line = mask + (request * rows + row).to(tl.int64) * stride_row
+            tree = tl.load(line + own * stride_column, mask=inside & (own >= 0), other=0).to(tl.int32)
+            seen = inside & ((own < 0) | (tree != 0))
+            if HAS_WINDOW:
+                # Visible keys at or behind this one: the prefix from here on, and the row's ancestors from here on.
+                column = tl.arange(0, WIDTH_BLOCK)
+                ancestors = tl.load(
+                    line[:, None] + column[None, :] * stride_column,
+                    mask=inside[:, None] & (column[None, :] < width) & (column[None, :] >= own[:, None]),
+                    other=0,
+                ).to(tl.int32)
+                # Columns before the sequence's start are no keys.
+                ancestors = tl.where(column[None, :] + prefix >= 0, ancestors, 0)
+                behind = tl.sum(ancestors, axis=1) + tl.maximum(-own, 0)
+                seen = seen & (behind <= window)
+            value = value | (seen.to(tl.int32) << bit)
+        tl.store(out + request.to(tl.int64) * stride + byte, value.to(tl.uint8), mask=byte < stride)

@@ -1,0 +1,235 @@
+"""The CPU backend: attention over a paged cache as vectorised PyTorch that does no work past a request's keys.
+
+A CPU kernel may read values for free, so requests are taken one at a time, and of each only the pages that it owns and
+its window reaches: as a view where their ids are consecutive, gathered otherwise. The query heads of one KV head become
+rows of one matrix product, so K and V are never repeated. Scores and sums are float32, float64 for a float64 query.
+
+Rows go in blocks small enough for their scores to stay in cache, and a block reads no key behind its last row. A few
+half-precision rows go through ``scaled_dot_product_attention`` instead, which does not widen K and V first.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from specops.layout import QueryLayout
+from specops.ops.reference import accumulator, visible_keys
+from specops.ops.store_kv import as_bits
+
+# Scores of one block of rows. With 9 heads over 512 keys, blocks of 64 rows took half the time per row of 128 rows.
+BLOCK_SCORES = 1 << 18
+# Up to this many rows of a KV head, fused attention beats widening half-precision K and V to float32.
+FUSED_ROWS = 8
+
+
+def mha(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    layout: QueryLayout,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result as :func:`specops.ops.mha`; ``plan`` is not needed."""
+    if k_scale is not None:
+        scale = scale * k_scale.item()
+    out = _attention(q, k_cache, v_cache, page_table, seq_lens, layout, scale, window, softcap, sinks, tree_mask)
+    return out if v_scale is None else out.mul_(v_scale)
+
+
+def mla(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    layout: QueryLayout,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result as :func:`specops.ops.mla`: one KV head whose key is the cache row, its value the latent."""
+    if kv_scale is not None:
+        scale = scale * kv_scale.item()
+    q, cache = torch.cat((q_latent, q_rope), dim=2), kv_cache.unsqueeze(2)
+    values = cache[..., : q_latent.shape[2]]
+    out = _attention(q, cache, values, page_table, seq_lens, layout, scale, window, softcap, sinks, tree_mask)
+    return out if kv_scale is None else out.mul_(kv_scale)
+
+
+def _attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    layout: QueryLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+) -> Tensor:
+    """``[T, Hq, Dv]``, a loop over requests."""
+    num_rows, num_heads, head_dim = q.shape
+    page_size, num_kv_heads, value_dim = v_cache.shape[1:]
+    out = q.new_empty((num_rows, num_heads, value_dim))
+    lens = seq_lens.tolist()
+    width = layout.max_query_len
+    starts = range(0, num_rows + 1, width) if layout.query_start is None else layout.query_start.tolist()
+    capacity = page_table.shape[1] * page_size
+    widened = q.to(accumulator(q.dtype)) * scale
+    fused = (
+        widened.dtype != q.dtype
+        and k_cache.dtype == q.dtype
+        and value_dim == head_dim
+        and softcap is None
+        and sinks is None
+        and tree_mask is None
+    )
+    for request, seq_len in enumerate(lens):
+        first, last = starts[request], starts[request + 1]
+        reach = seq_len if window is None else _reach(last - first, window, tree_mask)
+        begin, end = max(0, seq_len - reach), min(seq_len, capacity)
+        if begin >= end:
+            out[first:last].zero_()
+            continue
+        head = begin // page_size
+        pages = page_table[request, head : -(-end // page_size)]
+        part = slice(begin - head * page_size, end - head * page_size)
+        keys, values = _cached(k_cache, pages, part), _cached(v_cache, pages, part)
+        if fused and last - first == 1 and num_heads <= FUSED_ROWS * num_kv_heads:
+            row = q[first].view(1, num_kv_heads, -1, head_dim)
+            result = scaled_dot_product_attention(row, keys[None], values[None], scale=scale)
+            out[first] = result.view(num_heads, value_dim)
+            continue
+        keys, values = keys.to(widened.dtype), values.to(widened.dtype)
+        step = max(1, BLOCK_SCORES // (num_heads * (end - begin)))
+        for start in range(first, last, step):
+            rows = slice(start, min(start + step, last))
+            if tree_mask is None:
+                position = seq_len - last + start - begin
+                num_keys = max(0, min(end - begin, position + rows.stop - start))
+                hidden, blind = _hidden(rows.stop - start, position, num_keys, window)
+            else:
+                num_keys = end - begin
+                hidden, blind = _hidden_by_tree(tree_mask[rows], seq_len, begin, num_keys, window)
+            out[rows] = _block(widened[rows], keys[:, :num_keys], values[:, :num_keys], hidden, blind, softcap, sinks)
+    if starts[len(lens)] < num_rows:
+        # Rows behind the last request belong to nobody.
+        out[starts[len(lens)] :].zero_()
+    return out
+
+
+def _reach(num_rows: int, window: int, tree_mask: Tensor | None) -> int:
+    """How many of a request's last keys its rows can see through a window."""
+    if tree_mask is None:
+        return num_rows - 1 + window
+    return tree_mask.shape[1] + window
+
+
+def _cached(cache: Tensor, pages: Tensor, part: slice) -> Tensor:
+    """``[H, K, D]`` in the cache's dtype: the slots ``part`` of the given pages, in order."""
+    ids = pages.tolist()
+    first, count = ids[0], len(ids)
+    if ids == list(range(first, first + count)):
+        rows = cache[first : first + count]
+    else:
+        rows = as_bits(cache).index_select(0, pages).view(cache.dtype)
+    # A view where pages lie behind one another in memory, that is for NHD caches.
+    return rows.permute(2, 0, 1, 3).reshape(cache.shape[2], -1, cache.shape[3])[:, part]
+
+
+def _block(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    hidden: Tensor | None,
+    blind: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """``[R, Hq, Dv]``: softmax attention of some rows of one request.
+
+    Args:
+        q: ``[R, Hq, D]``, scale included.
+        keys, values: ``[Hkv, K, D]`` and ``[Hkv, K, Dv]``.
+        hidden: ``[R, M]`` bool, which of the last ``M`` keys a row does not see, or None.
+        blind: ``[R]`` bool, rows that see no key at all, or None if there are none.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, num_keys = keys.shape[:2]
+    grouped = q.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    scores = torch.bmm(grouped, keys.transpose(1, 2))
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    if hidden is not None:
+        by_row = scores.view(num_heads, num_rows, num_keys)
+        by_row[:, :, num_keys - hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        sink = sinks.to(q.dtype).view(num_kv_heads, -1, 1).repeat_interleave(num_rows, 1)
+        top = torch.maximum(scores.amax(dim=2, keepdim=True), sink)
+        weights = torch.exp(scores - top)
+        weights = weights / (weights.sum(dim=2, keepdim=True) + torch.exp(sink - top))
+    result = torch.bmm(weights, values).view(num_heads, num_rows, -1).transpose(0, 1)
+    # The softmax of a blind row is 0 / 0.
+    return result if blind is None else result.masked_fill(blind[:, None, None], 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _hidden(num_rows: int, position: int, num_keys: int, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """``hidden`` and ``blind`` of :func:`_block` for rows at ``position``, ``position + 1``, ... of a plain layout.
+
+    Positions count from the first key of the block. A function of numbers alone, so the layers of a step share it.
+    """
+    last = position + num_rows - 1
+    complete = position >= 0 and num_keys == last + 1
+    windowed = window is not None and window <= last
+    if complete and not windowed:
+        num_columns = num_rows
+    else:
+        num_columns = num_keys
+    key = torch.arange(num_keys - num_columns, num_keys)
+    place = torch.arange(position, last + 1)[:, None]
+    hidden = key > place
+    if window is not None and windowed:
+        hidden |= key <= place - window
+    return _unless_needless(hidden, complete)
+
+
+def _hidden_by_tree(
+    bits: Tensor, seq_len: int, begin: int, num_keys: int, window: int | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """As :func:`_hidden`, for rows whose visible keys ``bits [R, W]`` tells, over keys ``begin`` to ``begin + num_keys``."""
+    num_rows, width = bits.shape
+    if begin == 0 and width < seq_len == num_keys and (window is None or window >= seq_len):
+        return ~bits, None
+    lens = torch.tensor([seq_len])
+    seen = visible_keys(lens, lens, num_rows, begin + num_keys, window, bits)[0, :, begin:]
+    return _unless_needless(~seen, False)
+
+
+def _unless_needless(hidden: Tensor, never_blind: bool) -> tuple[Tensor | None, Tensor | None]:
+    """None in place of masks without a set bit."""
+    blind = None if never_blind else hidden.all(dim=1)
+    return hidden if hidden.any() else None, blind if blind is not None and blind.any() else None

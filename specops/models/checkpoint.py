@@ -34,6 +34,7 @@ _GGUF_FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base": "rope_theta",
 }
+_GGUF_NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -168,10 +169,19 @@ def _gguf_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     for key, name in _GGUF_FIELDS.items():
         if f"{architecture}.{key}" in meta:
             config[name] = meta[f"{architecture}.{key}"]
+    absent = [f"{architecture}.{key}" for key, name in _GGUF_FIELDS.items() if name in _GGUF_NEEDED and name not in config]
+    if absent:
+        raise ValueError(f"{file.path} lacks the metadata {', '.join(absent)}; convert the model again")
+    blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if len(blocks) != config["num_hidden_layers"]:
+        raise ValueError(
+            f"{file.path} holds weights of {len(blocks)} layers and says it has {config['num_hidden_layers']}; "
+            "copy or download it again"
+        )
     for name in ("eos", "bos", "padding"):
         config[f"{name.replace('padding', 'pad')}_token_id"] = meta.get(f"tokenizer.ggml.{name}_token_id")
-    if "token_embd.weight" in file.tensors:
-        config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    embedding = file.tensors.get("token_embd.weight")
+    config["vocab_size"] = meta.get(f"{architecture}.vocab_size", 1) if embedding is None else embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -213,5 +223,7 @@ def _gguf_tensors(file: GGUFFile, architecture: str, config: dict[str, Any]) -> 
 
 def _unpermuted(tensor: Tensor, num_heads: int) -> Tensor:
     """Rows of each head from GGUF's interleaved pairs back to rotate-half order."""
+    if tensor.shape[0] % (2 * num_heads) != 0:
+        return tensor  # Weights and config disagree; the shape check says so with the tensor's name.
     half = tensor.shape[0] // num_heads // 2
     return tensor.view(num_heads, half, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)

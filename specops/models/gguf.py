@@ -62,7 +62,7 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {}
         try:
             self._read_header()
-        except struct.error:
+        except (struct.error, OverflowError):
             raise self._cut_off("its header") from None
         for info in self.tensors.values():
             if info.offset + _num_bytes(info) > self.size:
@@ -96,19 +96,25 @@ class GGUFFile:
         infos = []
         for _ in range(num_tensors):
             name, (num_dims,) = self._string(), self._unpack("I")
+            if num_dims > 8:
+                raise ValueError(
+                    f"{self.path} is damaged: tensor {name} has {num_dims} dimensions; copy or download it again"
+                )
             dims = self._unpack(f"{num_dims}Q")
             kind, offset = self._unpack("IQ")
             infos.append(TensorInfo(name, tuple(reversed(dims)), kind, offset))
-        alignment = self.metadata.get("general.alignment", 32)
+        alignment = self.metadata.get("general.alignment") or 32
         base = -(-self._at // alignment) * alignment
         self.tensors = {i.name: TensorInfo(i.name, i.shape, i.kind, base + i.offset) for i in infos}
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
-        if kind != _ARRAY:
+        if kind in _SCALARS:
             return self._unpack(_SCALARS[kind])[0]
         item_kind, count = self._unpack("IQ")
+        if kind != _ARRAY or item_kind not in (*_SCALARS, _STRING):
+            raise ValueError(f"{self.path} is damaged: it holds a value of unknown type; copy or download it again")
         if count <= _MAX_ARRAY:
             return [self._value(item_kind) for _ in range(count)]
         if item_kind in _SCALARS:
@@ -124,7 +130,7 @@ class GGUFFile:
         if self._at + length > self.size:
             raise struct.error
         self._at += length
-        return bytes(self._memory[self._at - length : self._at]).decode()
+        return bytes(self._memory[self._at - length : self._at]).decode(errors="replace")
 
     def _unpack(self, fields: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + fields, self._memory, self._at)
@@ -169,8 +175,10 @@ def _num_bytes(info: TensorInfo) -> int:
     if known is not None:
         return count // known[0] * known[1]
     gguf = _gguf_package(info)
-    values, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.kind)]
-    return int(count // values * num_bytes)
+    sizes = gguf.GGML_QUANT_SIZES.get(info.kind)
+    if sizes is None:
+        raise ValueError(f"tensor {info.name} has ggml type {info.kind}, which the installed gguf package does not know")
+    return int(count // sizes[0] * sizes[1])
 
 
 def _gguf_package(info: TensorInfo) -> Any:

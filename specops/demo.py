@@ -1,0 +1,219 @@
+"""The demo: a real model answers chat prompts by EAGLE decoding, then the same by plain decoding, side by side.
+
+Both runs use the same weights, backend, runner mode and prompts, in one process. Compiling and capturing happen before the
+clocks start and are reported on their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specops.models.eagle_checkpoint import load_head, shipped_head
+from specops.models.loading import load_target, load_tokenizer
+from specops.spec import Engine, Request, SpecConfig
+
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a short story about a robot who learns to paint.",
+    "What are three tips for learning a new language?",
+    "Describe how a bicycle works to a ten-year-old.",
+)
+Say = Callable[[str], None]
+OnText = Callable[[str], None]
+
+
+@dataclass
+class Models:
+    """A target with its tokenizer and, if any, its draft head."""
+
+    target: Any
+    tokenizer: Any
+    head: Any
+
+    def chat(self, prompt: str) -> list[int]:
+        """Token ids of one user turn, ready for the answer; the bare text where the tokenizer has no chat template."""
+        if getattr(self.tokenizer, "chat_template", None):
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+            )
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(prompt)["input_ids"])
+
+
+def load_models(
+    model: str = "smollm2",
+    draft: str | None = "smollm2-135m",
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    backend: str = "auto",
+    say: Say = lambda text: None,
+) -> Models:
+    """Target, tokenizer and head.
+
+    Args:
+        model: a Hugging Face directory, a GGUF file, or ``"smollm2"``.
+        draft: a head's directory, the name of a head that comes with specops, or None.
+        device: ``"cuda"`` where there is a GPU, else ``"cpu"``, when not given.
+        dtype: name of a torch dtype; float32 on the CPU and bfloat16 on a GPU when not given.
+        backend: attention backend.
+        say: told what is being loaded.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+        raise ValueError(f"dtype must be a torch float dtype such as float32 or bfloat16, got {dtype!r}")
+    say(f"loading {model} in {dtype} on {device}")
+    target = load_target(model, dtype=torch_dtype, device=device, backend=backend)
+    tokenizer = load_tokenizer(model)
+    head = None
+    if draft is not None:
+        directory = draft if "/" in draft or "\\" in draft or draft.startswith(".") else shipped_head(draft)
+        say(f"loading the draft head from {directory}")
+        head = load_head(directory, target)
+        head.set_backend(backend)
+    return Models(target, tokenizer, head)
+
+
+def first_divergence(ours: Sequence[Request], plain: Sequence[Request]) -> dict[str, Any] | None:
+    """Where two runs first emit different tokens, with the gap between the two best logits there; None if nowhere.
+
+    A gap below the rounding noise of the dtype means that both tokens were equally likely to the target: a one-row and a
+    many-row matrix product round differently, and the tie falls the other way.
+    """
+    for index, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        if a.tokens == b.tokens:
+            continue
+        shared = min(len(a.tokens), len(b.tokens))
+        position = next((i for i in range(shared) if a.tokens[i] != b.tokens[i]), shared)
+        gaps = [run.margins[position] for run in (a, b) if position < len(run.margins)]
+        return {"prompt": index, "position": position, "top2_gap": min(gaps) if gaps else None}
+    return None
+
+
+def run_demo(
+    models: Models,
+    prompts: Sequence[str] = PROMPTS,
+    *,
+    config: SpecConfig | None = None,
+    max_new_tokens: int = 128,
+    max_requests: int = 1,
+    mode: str = "auto",
+    say: Say = lambda text: None,
+    on_text: OnText | None = None,
+) -> dict[str, Any]:
+    """Answer ``prompts`` by EAGLE decoding and by plain decoding, and compare.
+
+    Args:
+        models: from :func:`load_models`, with a head.
+        prompts: user turns.
+        config: shape of a round.
+        max_new_tokens: most tokens an answer has.
+        max_requests: prompts decoded together.
+        mode: runner mode.
+        say: told about progress.
+        on_text: gets the first prompt's answer as it grows.
+
+    Returns:
+        The figures, as ``specops demo --json`` prints them.
+    """
+    ids = [models.chat(prompt) for prompt in prompts]
+    longest = max(map(len, ids)) + max_new_tokens
+    limit = min(models.target.config.max_position_embeddings, models.head.config.max_position_embeddings)
+    common: dict[str, Any] = {"max_requests": max_requests, "max_context": min(longest, limit), "mode": mode}
+    stops = models.target.config.eos_token_ids
+    runs: dict[str, tuple[list[Request], float, Engine]] = {}
+    warm_seconds: dict[str, float] = {}
+    first_token: float | None = None
+    for name, head in (("eagle", models.head), ("plain", None)):
+        engine = Engine(models.target, head, config, **common)
+        say(f"{name}: preparing the {', '.join(engine.runners)} steps ({engine.mode})")
+        started = time.perf_counter()
+        engine.warm_up(lambda done, total, what: say(f"  {what} ({done}/{total})"))
+        # One short answer first: lazy kernel compilation and memory growth are not decoding speed.
+        engine.generate(ids[:1], max_new_tokens=4)
+        warm_seconds[name] = time.perf_counter() - started
+        engine.stats.__init__()  # type: ignore[misc]
+        say(f"{name}: decoding {len(ids)} prompts")
+        stream = _Stream(models.tokenizer, on_text if name == "eagle" else None)
+        started = time.perf_counter()
+
+        def hear(request: Request, tokens: list[int], stream: _Stream = stream, started: float = started) -> None:
+            nonlocal first_token
+            if first_token is None:
+                first_token = time.perf_counter() - started
+            stream.add(request, tokens)
+
+        requests = engine.generate(ids, max_new_tokens=max_new_tokens, stop_token_ids=stops, on_tokens=hear)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        runs[name] = (requests, time.perf_counter() - started, engine)
+        stream.end()
+    (ours, seconds, engine), (plain, plain_seconds, plain_engine) = runs["eagle"], runs["plain"]
+    tokens, plain_tokens = sum(len(r.tokens) for r in ours), sum(len(r.tokens) for r in plain)
+    divergence = first_divergence(ours, plain)
+    reports = {**engine.explain(), "plain_decode": plain_engine.explain()["decode"]}
+    return {
+        "tokens": tokens,
+        "rounds": engine.stats.rounds,
+        "accepted_per_round": round(engine.stats.accepted_per_round, 3),
+        "tokens_per_s": round(tokens / seconds, 2),
+        "plain_tokens_per_s": round(plain_tokens / plain_seconds, 2),
+        "speedup": round((tokens / seconds) / (plain_tokens / plain_seconds), 3),
+        "identical_to_plain": divergence is None,
+        "first_divergence": divergence,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "device": _device_name(engine.device),
+        "mode": engine.mode,
+        "num_steps": engine.config.num_steps,
+        "topk": engine.config.topk,
+        "num_draft_tokens": engine.config.num_draft_tokens,
+        "max_requests": max_requests,
+        "first_token_s": round(first_token or 0.0, 3),
+        "warm_up_s": {name: round(value, 2) for name, value in warm_seconds.items()},
+        "seconds_by_phase": {name: round(value, 3) for name, value in engine.stats.seconds.items()},
+        "graphs": {
+            name: {"mode": report.mode, "captured": report.captured, "reason": report.reason}
+            for name, report in reports.items()
+        },
+        "texts": [models.tokenizer.decode(r.tokens, skip_special_tokens=True) for r in ours],
+    }
+
+
+class _Stream:
+    """Turns the first request's tokens into text as they come; holds back what may still be half a character."""
+
+    def __init__(self, tokenizer: Any, on_text: OnText | None) -> None:
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.first: Request | None = None
+        self.shown = ""
+
+    def add(self, request: Request, tokens: list[int]) -> None:
+        if self.on_text is None:
+            return
+        self.first = self.first or request
+        if request is self.first:
+            self._show(final=False)
+
+    def end(self) -> None:
+        if self.on_text is not None and self.first is not None:
+            self._show(final=True)
+
+    def _show(self, final: bool) -> None:
+        assert self.first is not None
+        assert self.on_text is not None
+        text = self.tokenizer.decode(self.first.tokens, skip_special_tokens=True)
+        if not final:
+            text = text.rstrip("\ufffd")
+        self.on_text(text[len(self.shown) :])
+        self.shown = text
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -103,23 +103,23 @@ class Capabilities:
     def why_not(self, request: AttentionRequest) -> list[str]:
         """Reasons, in words, why a backend with these capabilities can't serve ``request``; empty when it can."""
         sets = (self, *self.also)
-        on_device = [limits for limits in sets if not limits._device_reasons(request)]
+        on_device = [limits for limits in sets if not limits.device_reasons(request)]
         if not on_device:
-            return self._whole_device_reasons(request, sets) + self.missing_packages()
+            return self._wholedevice_reasons(request, sets) + self.missing_packages()
         found = [limits._own_reasons(request) for limits in on_device]
         in_layout = [reasons for limits, reasons in zip(on_device, found, strict=True) if request.layout in limits.layouts]
         return min(in_layout or found, key=len)
 
-    def _whole_device_reasons(self, request: AttentionRequest, sets: tuple[Capabilities, ...]) -> list[str]:
+    def _wholedevice_reasons(self, request: AttentionRequest, sets: tuple[Capabilities, ...]) -> list[str]:
         """The device's reason; with several sets one sentence that names the compute capabilities of all of them."""
         allowed = [pair for limits in sets for pair in limits.compute_capabilities or ()]
         if not self.also or request.device_type not in self.device_types or request.compute_capability is None:
-            return self._device_reasons(request)
+            return self.device_reasons(request)
         capabilities = _join(_dotted(pair) for pair in dict.fromkeys(allowed))
         return [f"compute capability {_dotted(request.compute_capability)} (it runs on {capabilities})"]
 
     def _own_reasons(self, request: AttentionRequest) -> list[str]:
-        reasons = [*self._device_reasons(request), *self._dtype_reasons(request), *self._shape_reasons(request)]
+        reasons = [*self.device_reasons(request), *self._dtype_reasons(request), *self._shape_reasons(request)]
         if request.layout not in self.layouts:
             reasons.append(f"{request.layout} layout (it takes {_join(self.layouts)})")
         missing = [feature for feature in request.features if feature not in self.features]
@@ -142,7 +142,7 @@ class Capabilities:
         how = f": pip install 'specops[{self.extra}]'" if self.extra else ""
         return [f"package {_join(absent)} is not installed{how}"]
 
-    def _device_reasons(self, request: AttentionRequest) -> list[str]:
+    def device_reasons(self, request: AttentionRequest) -> list[str]:
         if request.device_type in self.interpreted_on:
             if os.environ.get("TRITON_INTERPRET") == "1":
                 return []
@@ -330,7 +330,7 @@ def add_backend(backend: Backend) -> Backend:
     contracts.LIBRARY.define(backend.op_name + schema, tags=tags)
     run = _mha_entry(backend) if mha else _mla_entry(backend)
     for dispatch_key in sorted({_DISPATCH_KEYS[kind] for kind in backend.capabilities.all_device_types}):
-        contracts.LIBRARY.impl(backend.op_name, run, dispatch_key)
+        contracts.LIBRARY.impl(backend.op_name, contracts.without_autograd(run), dispatch_key)
     torch.library.register_fake(
         f"{contracts.NAMESPACE}::{backend.op_name}",
         contracts.fake_mha if mha else contracts.fake_mla,

@@ -12,6 +12,8 @@ Fakes look at shapes and dtypes only, never at values.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,32 @@ from torch.library import Library
 
 NAMESPACE = "specops"
 LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def without_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` with gradient mode off: these ops serve inference alone.
+
+    A kernel written in torch would otherwise record itself when a caller forgot ``torch.no_grad()``; a cache would then
+    hold the history of all that was ever written to it.
+    """
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return kernel(*args)
+        with torch.no_grad():
+            return kernel(*args)
+
+    return run
+
+
+def define(name: str, schema: str, fake: Callable[..., Any], kernels: dict[str, Callable[..., Any]]) -> None:
+    """Define ``specops::{name}`` with its fake and one kernel per dispatch key."""
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    for key, kernel in kernels.items():
+        LIBRARY.impl(name, without_autograd(kernel), key)
+
 
 # A uniform layout is written as query_start=None with max_query_len rows for every request.
 MHA_SCHEMA = (

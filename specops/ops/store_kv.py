@@ -131,18 +131,34 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 def _write_cpu(cache: Tensor, rows: Tensor, slots: Tensor, scale: Tensor | None) -> None:
-    live = (slots >= 0).nonzero().squeeze(1)
-    target = slots[live].long()
-    page, offset = target // cache.shape[1], target % cache.shape[1]
-    as_bits(cache)[page, offset] = as_bits(quantized(rows[live], cache.dtype, scale))
+    """Slots are non-negative here; a CPU kernel may drop rows, see :func:`_live`."""
+    values, cache = as_bits(quantized(rows, cache.dtype, scale)), as_bits(cache)
+    page_size = cache.shape[1]
+    if cache.stride(0) == page_size * cache.stride(1):
+        cache.flatten(0, 1).index_copy_(0, slots, values)
+    else:
+        cache[slots // page_size, slots % page_size] = values
+
+
+def _live(slots: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """int64 slots and rows without the entries whose slot is negative."""
+    slots = slots.long()
+    if slots.numel() == 0 or slots.min() >= 0:
+        return (slots, *rows)
+    keep = (slots >= 0).nonzero().squeeze(1)
+    return tuple(tensor[keep] for tensor in (slots, *rows))
 
 
 def _move(cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    bits = as_bits(cache)
     source = source_slots.clamp(min=0).long()
-    rows = as_bits(cache)[source // cache.shape[1], source % cache.shape[1]]
+    rows = bits[source // cache.shape[1], source % cache.shape[1]]
     target = torch.where(source_slots < 0, -1, target_slots)
-    write = _write_cpu if cache.device.type == "cpu" else _write
-    write(as_bits(cache), rows, target, None)
+    if cache.device.type == "cpu":
+        target, rows = _live(target, rows)
+        _write_cpu(bits, rows, target, None)
+    else:
+        _write(bits, rows, target, None)
 
 
 def _store_kv(
@@ -167,13 +183,18 @@ def _store_kv_cpu(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
+    slots, k, v = _live(slots, k, v)
     _write_cpu(k_cache, k, slots, k_scale)
     _write_cpu(v_cache, v, slots, v_scale)
 
 
 def _store_latent(kv_cache: Tensor, latent: Tensor, rope: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
-    write = _write_cpu if kv_cache.device.type == "cpu" else _write
-    write(kv_cache, torch.cat((latent, rope), dim=1), slots, kv_scale)
+    _write(kv_cache, torch.cat((latent, rope), dim=1), slots, kv_scale)
+
+
+def _store_latent_cpu(kv_cache: Tensor, latent: Tensor, rope: Tensor, slots: Tensor, kv_scale: Tensor | None = None) -> None:
+    slots, latent, rope = _live(slots, latent, rope)
+    _write_cpu(kv_cache, torch.cat((latent, rope), dim=1), slots, kv_scale)
 
 
 def _move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
@@ -181,19 +202,10 @@ def _move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slot
     _move(v_cache, source_slots, target_slots)
 
 
-def _register() -> None:
-    library = contracts.LIBRARY
-    table = (
-        ("store_kv", contracts.STORE_KV_SCHEMA, contracts.fake_store_kv, _store_kv),
-        ("store_latent", contracts.STORE_LATENT_SCHEMA, contracts.fake_store_latent, _store_latent),
-        ("move_kv", contracts.MOVE_KV_SCHEMA, contracts.fake_move_kv, _move_kv),
-        ("move_latent", contracts.MOVE_LATENT_SCHEMA, contracts.fake_move_latent, _move),
-    )
-    for name, schema, fake, kernel in table:
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"{contracts.NAMESPACE}::{name}", fake, lib=library)
-        library.impl(name, kernel, "CompositeExplicitAutograd")
-    library.impl("store_kv", _store_kv_cpu, "CPU")
-
-
-_register()
+for _name, _schema, _fake, _kernel, _cpu_kernel in (
+    ("store_kv", contracts.STORE_KV_SCHEMA, contracts.fake_store_kv, _store_kv, _store_kv_cpu),
+    ("store_latent", contracts.STORE_LATENT_SCHEMA, contracts.fake_store_latent, _store_latent, _store_latent_cpu),
+    ("move_kv", contracts.MOVE_KV_SCHEMA, contracts.fake_move_kv, _move_kv, _move_kv),
+    ("move_latent", contracts.MOVE_LATENT_SCHEMA, contracts.fake_move_latent, _move, _move),
+):
+    contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel, "CPU": _cpu_kernel})

@@ -165,16 +165,8 @@ def _verify_greedy(
     return accept_lens, accept_index, torch.where(accepted, emitted, 0)
 
 
-def _register() -> None:
-    library = contracts.LIBRARY
-    table = (
-        ("build_tree", contracts.BUILD_TREE_SCHEMA, contracts.fake_build_tree, _build_tree),
-        ("verify_greedy", contracts.VERIFY_GREEDY_SCHEMA, contracts.fake_verify_greedy, _verify_greedy),
-    )
-    for name, schema, fake, kernel in table:
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"{contracts.NAMESPACE}::{name}", fake, lib=library)
-        library.impl(name, kernel, "CompositeExplicitAutograd")
-
-
-_register()
+for _name, _schema, _fake, _kernel in (
+    ("build_tree", contracts.BUILD_TREE_SCHEMA, contracts.fake_build_tree, _build_tree),
+    ("verify_greedy", contracts.VERIFY_GREEDY_SCHEMA, contracts.fake_verify_greedy, _verify_greedy),
+):
+    contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel})

@@ -24,7 +24,7 @@ class PagedSession:
         self, model: Any, batch: int, *, page_size: int = 4, max_tokens: int = 48, forward: Callable[..., Any] | None = None
     ) -> None:
         self.model, self.page_size = model, page_size
-        self.forward = forward or model
+        self.forward = model if forward is None else forward
         device = next(model.parameters()).device
         pages = -(-max_tokens // page_size)
         for cache in model.allocate_caches(batch * pages + 1, page_size):

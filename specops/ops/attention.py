@@ -67,7 +67,8 @@ def mha(
 
     Row ``i`` of a request with ``c`` rows stands at position ``seq_len - c + i`` and sees the keys at or before it. A row
     that sees no key returns zeros. Memory the request does not own, and anything at or after its ``seq_len``, may hold
-    NaN and does not matter. The request's own keys must be in the cache already (:func:`specops.ops.store_kv`).
+    NaN and does not matter. The request's own keys must be in the cache already (:func:`specops.ops.store_kv`). Where a
+    ``seq_len`` reaches past the page table, the keys behind the table do not exist; checked mode refuses that.
 
     Args:
         q: ``[T, Hq, D]`` float, any strides with a unit last one.

@@ -92,6 +92,7 @@ def _attention(
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads, value_dim = v_cache.shape[1:]
     out = q.new_empty((num_rows, num_heads, value_dim))
+    flat_keys, flat_values = _flat(k_cache), _flat(v_cache)
     lens = seq_lens.tolist()
     width = layout.max_query_len
     starts = range(0, num_rows + 1, width) if layout.query_start is None else layout.query_start.tolist()
@@ -107,6 +108,8 @@ def _attention(
     )
     for request, seq_len in enumerate(lens):
         first, last = starts[request], starts[request + 1]
+        if first == last:
+            continue
         reach = seq_len if window is None else _reach(last - first, window, tree_mask)
         begin, end = max(0, seq_len - reach), min(seq_len, capacity)
         if begin >= end:
@@ -114,8 +117,13 @@ def _attention(
             continue
         head = begin // page_size
         pages = page_table[request, head : -(-end // page_size)]
-        part = slice(begin - head * page_size, end - head * page_size)
-        keys, values = _cached(k_cache, pages, part), _cached(v_cache, pages, part)
+        ids = pages.tolist()
+        # Slots of the keys: counted from page 0 where they are read in place, else from the first page gathered.
+        in_place = ids == list(range(ids[0], ids[0] + len(ids))) and flat_keys is not None and flat_values is not None
+        origin = (ids[0] - head if in_place else -head) * page_size
+        slots = slice(origin + begin, origin + end)
+        keys = _cached(k_cache, flat_keys if in_place else None, pages, slots)
+        values = _cached(v_cache, flat_values if in_place else None, pages, slots)
         if fused and last - first == 1 and num_heads <= FUSED_ROWS * num_kv_heads:
             row = q[first].view(1, num_kv_heads, -1, head_dim)
             result = scaled_dot_product_attention(row, keys[None], values[None], scale=scale)
@@ -132,6 +140,9 @@ def _attention(
             else:
                 num_keys = end - begin
                 hidden, blind = _hidden_by_tree(tree_mask[rows], seq_len, begin, num_keys, window)
+            if num_keys == 0:
+                out[rows].zero_()
+                continue
             out[rows] = _block(widened[rows], keys[:, :num_keys], values[:, :num_keys], hidden, blind, softcap, sinks)
     if starts[len(lens)] < num_rows:
         # Rows behind the last request belong to nobody.
@@ -146,16 +157,19 @@ def _reach(num_rows: int, window: int, tree_mask: Tensor | None) -> int:
     return tree_mask.shape[1] + window
 
 
-def _cached(cache: Tensor, pages: Tensor, part: slice) -> Tensor:
-    """``[H, K, D]`` in the cache's dtype: the slots ``part`` of the given pages, in order."""
-    ids = pages.tolist()
-    first, count = ids[0], len(ids)
-    if ids == list(range(first, first + count)):
-        rows = cache[first : first + count]
-    else:
-        rows = as_bits(cache).index_select(0, pages).view(cache.dtype)
-    # A view where pages lie behind one another in memory, that is for NHD caches.
-    return rows.permute(2, 0, 1, 3).reshape(cache.shape[2], -1, cache.shape[3])[:, part]
+def _flat(cache: Tensor) -> Tensor | None:
+    """``[H, P * S, D]`` view of a cache whose pages lie behind one another, as they do unless it is HND."""
+    if cache.stride(0) != cache.shape[1] * cache.stride(1):
+        return None
+    return cache.flatten(0, 1).transpose(0, 1)
+
+
+def _cached(cache: Tensor, flat: Tensor | None, pages: Tensor, slots: slice) -> Tensor:
+    """``[H, K, D]`` in the cache's dtype: ``slots`` of ``flat`` if that is given, else of ``pages`` gathered in order."""
+    if flat is None:
+        gathered = as_bits(cache).index_select(0, pages).view(cache.dtype)
+        flat = gathered.flatten(0, 1).transpose(0, 1)
+    return flat[:, slots]
 
 
 def _block(
@@ -205,12 +219,9 @@ def _hidden(num_rows: int, position: int, num_keys: int, window: int | None) -> 
     last = position + num_rows - 1
     complete = position >= 0 and num_keys == last + 1
     windowed = window is not None and window <= last
-    if complete and not windowed:
-        num_columns = num_rows
-    else:
-        num_columns = num_keys
-    key = torch.arange(num_keys - num_columns, num_keys)
-    place = torch.arange(position, last + 1)[:, None]
+    num_columns = num_rows if complete and not windowed else num_keys
+    key = torch.arange(num_keys - num_columns, num_keys, device="cpu")
+    place = torch.arange(position, last + 1, device="cpu")[:, None]
     hidden = key > place
     if window is not None and windowed:
         hidden |= key <= place - window
@@ -224,7 +235,7 @@ def _hidden_by_tree(
     num_rows, width = bits.shape
     if begin == 0 and width < seq_len == num_keys and (window is None or window >= seq_len):
         return ~bits, None
-    lens = torch.tensor([seq_len])
+    lens = torch.tensor([seq_len], device="cpu")
     seen = visible_keys(lens, lens, num_rows, begin + num_keys, window, bits)[0, :, begin:]
     return _unless_needless(~seen, False)
 

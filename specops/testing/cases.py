@@ -105,6 +105,7 @@ def make_mha_case(
     gain: float = 1.0,
     spare_pages: int = 3,
     spare_columns: int = 2,
+    table_columns: int | None = None,
     slack: int = 0,
     poison: bool = True,
 ) -> AttentionCase:
@@ -128,13 +129,14 @@ def make_mha_case(
         gain: factor on q; large values make the softmax sharp.
         spare_pages: pages nobody owns, beside page 0.
         spare_columns: columns of the page table behind the longest request; they name pages nobody owns.
+        table_columns: columns of the page table, fewer than the longest request needs; its last keys do not exist then.
         slack: added to the ``max_query_len`` of a packed layout, which is an upper bound.
         poison: fill whatever may not be read with NaN; else with zeros.
     """
     value_dim = head_dim if value_dim is None else value_dim
     rng = torch.Generator().manual_seed(seed)
     layout, num_rows = _layout(query_lens, len(seq_lens), device, slack)
-    page_table, num_pages, owned = _paging(seq_lens, page_size, spare_pages, spare_columns, seed)
+    page_table, num_pages, owned = _paging(seq_lens, page_size, spare_pages, spare_columns, table_columns, seed)
     keys = torch.randn((num_pages, page_size, num_kv_heads, head_dim), generator=rng)
     values = torch.randn((num_pages, page_size, num_kv_heads, value_dim), generator=rng)
     cache_dtype = FP8 if fp8 else dtype
@@ -181,6 +183,7 @@ def make_mla_case(
     gain: float = 1.0,
     spare_pages: int = 3,
     spare_columns: int = 2,
+    table_columns: int | None = None,
     slack: int = 0,
     poison: bool = True,
 ) -> AttentionCase:
@@ -194,7 +197,7 @@ def make_mla_case(
     """
     rng = torch.Generator().manual_seed(seed)
     layout, num_rows = _layout(query_lens, len(seq_lens), device, slack)
-    page_table, num_pages, owned = _paging(seq_lens, page_size, spare_pages, spare_columns, seed)
+    page_table, num_pages, owned = _paging(seq_lens, page_size, spare_pages, spare_columns, table_columns, seed)
     width = latent_dim + rope_dim
     rows = torch.randn((num_pages, page_size, width), generator=rng)
     if fp8:
@@ -243,7 +246,7 @@ def _layout(query_lens: int | Sequence[int], batch: int, device: torch.device | 
 
 
 def _paging(
-    seq_lens: Sequence[int], page_size: int, spare_pages: int, spare_columns: int, seed: int
+    seq_lens: Sequence[int], page_size: int, spare_pages: int, spare_columns: int, table_columns: int | None, seed: int
 ) -> tuple[Tensor, int, Tensor]:
     """Page table, number of pages, and ``[P, S]`` bool: slots that a request owns and has filled."""
     needed = [-(-seq_len // page_size) for seq_len in seq_lens]
@@ -263,6 +266,8 @@ def _paging(
             page_table[request, column] = page
             owned[page, : seq_lens[request] - column * page_size] = True
         taken += count
+    if table_columns is not None:
+        page_table = page_table[:, :table_columns].contiguous()
     return page_table, num_pages, owned
 
 

@@ -7,7 +7,8 @@ here. Speed does not matter either. Nothing of the kernels under test is used.
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink)),  lse = log of that denominator,  j over the visible keys
 
 Visible to row i of a request with c rows: keys 0 to seq_len - c + i; under a tree mask of width W all keys before
-seq_len - W, and of the last W those whose bit is set. A window keeps the last ``window`` of the visible ones.
+seq_len - W, and of the last W those whose bit is set. A window keeps the last ``window`` of the visible ones. Keys behind
+the page table do not exist.
 """
 
 from __future__ import annotations
@@ -63,15 +64,16 @@ def oracle_mha(
     out = torch.zeros((num_rows, num_heads, value_dim), dtype=torch.float64)
     lse = sink.repeat(num_rows, 1)
     starts = _starts(layout, page_table.shape[0])
+    capacity = page_table.shape[1] * k_cache.shape[1]
     for request, seq_len in enumerate(seq_lens.tolist()):
         first, last = starts[request], starts[request + 1]
         if seq_len == 0 or first == last:
             continue
-        keys = _cached(k_cache, page_table[request], seq_len, k_scale)
-        values = _cached(v_cache, page_table[request], seq_len, v_scale)
+        keys = _cached(k_cache, page_table[request], min(seq_len, capacity), k_scale)
+        values = _cached(v_cache, page_table[request], min(seq_len, capacity), v_scale)
         for row in range(first, last):
             bits = None if tree_mask is None else tree_mask[row].tolist()
-            seen = _visible(seq_len, seq_len - last + row, bits, window)
+            seen = [key for key in _visible(seq_len, seq_len - last + row, bits, window) if key < capacity]
             if not seen:
                 continue
             grouped = queries[row].reshape(num_kv_heads, -1, head_dim)

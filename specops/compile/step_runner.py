@@ -51,6 +51,7 @@ class StepRunner:
         outputs: ``"copy"`` hands over fresh tensors. ``"view"`` hands over graph memory that the next call of this
             runner, or of one sharing its pool, overwrites.
         pool: CUDA graph memory pool to share with other runners (direct mode).
+        compiler: ``backend`` of ``torch.compile``; ``"eager"`` traces and guards only, to debug or test a step.
         name: how messages call the runner.
 
     Raises:
@@ -70,6 +71,7 @@ class StepRunner:
         over_bucket: Literal["eager", "error"] = "eager",
         outputs: Literal["copy", "view"] = "copy",
         pool: Any = None,
+        compiler: str = "inductor",
         name: str | None = None,
     ) -> None:
         for label, value, known in (
@@ -91,6 +93,7 @@ class StepRunner:
         self.over_bucket = over_bucket
         self.outputs = outputs
         self.pool = pool
+        self.compiler = compiler
         self.name = name or type(self).__name__
         self._losses = report.Losses(self.name, strict)
         self._report = report.RunnerReport(self.name, mode, str(self.device), table.tokens_per_request)
@@ -132,6 +135,10 @@ class StepRunner:
         self._report.compile_seconds = time.perf_counter() - started
         self._statics = StaticTensors(self.step)
         self._warm = True
+        if self._report.compiled_graphs > 2:
+            self._losses.tell(
+                f"{self._report.compiled_graphs} graphs were compiled, 2 serve any batch: {report.last_recompile_reason()}"
+            )
         lost = [f"{b.num_requests} requests: {b.reason}" for b in self._report.buckets if not b.captured]
         if self._uses_graphs and lost:
             self._losses.tell("no CUDA graph for " + "; ".join(lost))
@@ -267,7 +274,7 @@ class StepRunner:
     def _call_compiled(self, views: Mapping[str, Tensor]) -> list[Tensor]:
         if self._compiled is None:
             mode = "reduce-overhead" if self._uses_graphs and self.mode == "reduce-overhead" else None
-            self._compiled = torch.compile(_own_code(self.step), mode=mode, fullgraph=True)
+            self._compiled = torch.compile(_own_code(self.step), backend=self.compiler, mode=mode, fullgraph=True)
         return list(self._compiled(**views))
 
     def _eager(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

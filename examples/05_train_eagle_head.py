@@ -115,6 +115,7 @@ def write_data(args: argparse.Namespace, model: Any, tokenizer: Any) -> None:
 
 def train(args: argparse.Namespace, model: Any) -> None:
     device, shards = torch.device(args.device), args.work / "data"
+    gpu = device.type == "cuda"
     target = DenseTarget.of(model)
     ids, greedy = data.load_shards(shards, limit=args.train_shards)
     size = min(args.draft_vocab, model.config.vocab_size)
@@ -126,8 +127,8 @@ def train(args: argparse.Namespace, model: Any) -> None:
     head = new_head(args, model, kept)
     initialize(head, model.norm.weight, args.seed)
     begun = time.perf_counter()
-    bank = fill_bank(target, ids, greedy, head.config.aux_layers)
-    if device.type == "cuda":
+    bank = fill_bank(target, ids, greedy, head.config.aux_layers, compile=gpu and args.compile)
+    if gpu:
         torch.cuda.synchronize()
     took = time.perf_counter() - begun
     log(f"hidden states of {ids.numel() / 1e6:.1f}M tokens in {took:.1f} s ({ids.numel() / took / 1e3:.0f}k tokens/s)")
@@ -143,7 +144,6 @@ def train(args: argparse.Namespace, model: Any) -> None:
         decay=args.decay,
         seed=args.seed,
     )
-    gpu = device.type == "cuda"
     draft_ids = data.draft_ids_of(kept, model.config.vocab_size)
     trainer = Trainer(
         head,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
@@ -67,7 +67,7 @@ class EagleConfig:
     max_position_embeddings: int
     num_layers: int = 1
     rms_norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = field(default_factory=RopeConfig)
     aux_layers: tuple[int, ...] = ()
     norm_inputs: bool = True
     input_norm: bool = True
@@ -163,9 +163,10 @@ class EagleConfig:
         Raises:
             ValueError: a field is unknown or missing; names it.
         """
-        known = {field.name: field for field in dataclasses.fields(cls)}
+        known = {item.name: item for item in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - set(known))
-        needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+        absent = dataclasses.MISSING
+        needed = [name for name, item in known.items() if item.default is absent and item.default_factory is absent]
         missing = [name for name in needed if name not in fields]
         if unknown or missing:
             raise ValueError(f"this is no config of a draft head: unknown fields {unknown}, missing fields {missing}")
@@ -338,10 +339,11 @@ class EagleHead(nn.Module):
             raise ValueError(f"d2t must be [{config.draft_vocab_size}], got {tuple(d2t.shape)}")
         d2t = d2t.to(torch.int64)
         ids = d2t + torch.arange(config.draft_vocab_size, device=d2t.device)
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or ids.unique().numel() != ids.numel():
+        distinct = len(set(ids.tolist()))
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or distinct != ids.numel():
             raise ValueError(
                 f"d2t must map {config.draft_vocab_size} draft ids to distinct target ids below {config.vocab_size}; "
-                f"it maps to {int(ids.min())} .. {int(ids.max())}, {ids.unique().numel()} of them distinct"
+                f"it maps to {int(ids.min())} .. {int(ids.max())}, {distinct} of them distinct"
             )
         return d2t if config.reduced_vocab else None
 

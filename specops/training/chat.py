@@ -155,9 +155,7 @@ def chat_script(tokenizer: Any, openers: tuple[str, ...] = OPENERS) -> ChatScrip
 
 def chat_prompt(tokenizer: Any, message: str) -> list[int]:
     """Token ids of one user message with the template around it, ready for the answer."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-    )
+    text = tokenizer.apply_chat_template([{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 

@@ -8,8 +8,9 @@ steps 1 to ``j``. In a real draft the chain's keys stand in the cache behind the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +18,12 @@ from torch import Tensor
 
 from specops.models.config import ModelConfig
 from specops.models.eagle import EagleHead
-from specops.models.llama import CausalLM
+from specops.models.llama import Attention, CausalLM
 from specops.models.rotary import Rope, rotate
 
 
-@dataclass(frozen=True)
-class DenseLayer:
-    """Weights of one decoder layer of the target."""
+class DenseLayer(NamedTuple):
+    """Weights of one decoder layer of the target. A tuple, so that one compiled function serves all layers."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -60,19 +60,7 @@ class DenseTarget:
         config = model.config
         _refuse_unsupported(config)
         dtype = model.embed_tokens.weight.dtype
-        layers = tuple(
-            DenseLayer(
-                input_norm=layer.input_norm.weight.detach(),
-                qkv=layer.attn.qkv.weight.detach(),
-                qkv_bias=None if layer.attn.qkv.bias is None else layer.attn.qkv.bias.detach(),
-                out=layer.attn.o.weight.detach(),
-                out_bias=None if layer.attn.o.bias is None else layer.attn.o.bias.detach(),
-                mlp_norm=layer.mlp_norm.weight.detach(),
-                gate_up=layer.mlp.gate_up.weight.detach(),
-                down=layer.mlp.down.weight.detach(),
-            )
-            for layer in model.layers
-        )
+        layers = tuple(_weights_of(layer) for layer in model.layers)
         return cls(
             embed=model.embed_tokens.weight.detach(),
             layers=layers,
@@ -85,6 +73,24 @@ class DenseTarget:
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
         )
+
+
+def _weights_of(layer: Any) -> DenseLayer:
+    attn, mlp = layer.attn, layer.mlp
+
+    def bias(linear: Any) -> Tensor | None:
+        return None if linear.bias is None else linear.bias.detach()
+
+    return DenseLayer(
+        input_norm=layer.input_norm.weight.detach(),
+        qkv=attn.qkv.weight.detach(),
+        qkv_bias=bias(attn.qkv),
+        out=attn.o.weight.detach(),
+        out_bias=bias(attn.o),
+        mlp_norm=layer.mlp_norm.weight.detach(),
+        gate_up=mlp.gate_up.weight.detach(),
+        down=mlp.down.weight.detach(),
+    )
 
 
 def _refuse_unsupported(config: ModelConfig) -> None:
@@ -118,33 +124,26 @@ def full_precision_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def prefill(target: DenseTarget, ids: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+def prefill(
+    target: DenseTarget, ids: Tensor, aux_layers: tuple[int, ...] = (), run_layer: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Hidden states of whole sequences.
 
     Args:
         ids: ``[B, L]`` int64.
         aux_layers: residual streams wanted as features, named by how many layers have run; empty for the final one.
+        run_layer: :func:`prefill_layer`, compiled; as it is when not given.
 
     Returns:
         hidden: ``[B, L, H]`` after the final norm.
         features: what a draft head reads: ``hidden`` itself, or the aux streams side by side.
     """
-    batch, length = ids.shape
+    run_layer = run_layer or prefill_layer
     x = target.embed[ids]
-    rope = (target.cos[:length, None, :], target.sin[:length, None, :])
+    cos, sin = target.cos[: ids.shape[1], None, :], target.sin[: ids.shape[1], None, :]
     streams = {0: x}
     for number, layer in enumerate(target.layers):
-        q, k, v = _project(layer, x, rope, target)
-        # A key-value head's query heads are rows of one batch entry for the grouped kernels.
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=target.num_heads != target.num_kv_heads,
-        )
-        x = x + F.linear(mixed.transpose(1, 2).reshape(batch, length, -1), layer.out, layer.out_bias)
-        x = x + _mlp(layer, x, target.eps)
+        x = run_layer(x, layer, cos, sin, target.num_heads, target.num_kv_heads, target.eps)
         if number + 1 in aux_layers:
             streams[number + 1] = x
     hidden = rms_norm(x, target.norm, target.eps)
@@ -153,12 +152,19 @@ def prefill(target: DenseTarget, ids: Tensor, aux_layers: tuple[int, ...] = ()) 
     return hidden, torch.cat([streams[index] for index in aux_layers], dim=-1)
 
 
-def _project(layer: DenseLayer, x: Tensor, rope: Rope, target: DenseTarget) -> tuple[Tensor, Tensor, Tensor]:
-    heads = F.linear(rms_norm(x, layer.input_norm, target.eps), layer.qkv, layer.qkv_bias)
-    heads = heads.unflatten(-1, (-1, target.head_dim))
-    qk, v = heads.split((target.num_heads + target.num_kv_heads, target.num_kv_heads), dim=-2)
-    q, k = rotate(qk, rope).split((target.num_heads, target.num_kv_heads), dim=-2)
-    return q, k, v
+def prefill_layer(
+    x: Tensor, layer: DenseLayer, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, eps: float
+) -> Tensor:
+    """One layer over ``x`` ``[B, L, H]``; cos and sin ``[L, 1, D / 2]``."""
+    heads = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+    heads = heads.view(*heads.shape[:-1], num_heads + 2 * num_kv_heads, -1)
+    qk, v = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=-2)
+    q, k = torch.split(rotate(qk, (cos, sin)), [num_heads, num_kv_heads], dim=-2)
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=num_heads != num_kv_heads
+    )
+    x = x + F.linear(mixed.transpose(1, 2).flatten(2), layer.out, layer.out_bias)
+    return x + _mlp(layer, x, eps)
 
 
 def _mlp(layer: DenseLayer, x: Tensor, eps: float) -> Tensor:
@@ -189,10 +195,10 @@ def decode_layer(
     """
     batch, num_kv_heads, head_dim = x.shape[0], keys.shape[1], keys.shape[3]
     heads = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias).view(batch, -1, head_dim)
-    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-    q, k = rotate(qk, (cos, sin)).split((num_heads, num_kv_heads), dim=1)
-    keys.index_copy_(2, index, k.unsqueeze(2))
-    values.index_copy_(2, index, v.unsqueeze(2))
+    qk, v = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+    q, k = torch.split(rotate(qk, (cos, sin)), [num_heads, num_kv_heads], dim=1)
+    keys[:, :, index] = k.unsqueeze(2)
+    values[:, :, index] = v.unsqueeze(2)
     grouped = q.reshape(batch * num_kv_heads, num_heads // num_kv_heads, head_dim)
     seen_keys = keys.view(batch * num_kv_heads, -1, head_dim)[:, :prefix]
     seen_values = values.view(batch * num_kv_heads, -1, head_dim)[:, :prefix]
@@ -231,27 +237,37 @@ class UnrolledHead:
         embedding, hidden = head.inputs(input_ids, hidden_states)
         positions = torch.arange(input_ids.shape[1], device=hidden.device) + (self.first_position + step)
         rope = head.rotary(positions, hidden.dtype)
-        for layer, past in zip(head.layers, self._past, strict=True):
+        for module, past in zip(head.layers, self._past, strict=True):
+            layer = cast(Any, module)
             read = layer.input_norm(hidden) if embedding is None else layer.attention_input(embedding, hidden)
             hidden = hidden + self._attend(layer.attn, read, rope, past)
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
         return hidden
 
-    def _attend(self, attn: Any, read: Tensor, rope: Rope, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _attend(self, attn: Attention, read: Tensor, rope: Rope, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         batch, length = read.shape[:2]
         heads, kv_heads = attn.num_heads, attn.num_kv_heads
-        q, k, v = attn.qkv(read).unflatten(-1, (-1, attn.head_dim)).split((heads, kv_heads, kv_heads), dim=2)
+        q, k, v = torch.split(attn.qkv(read).view(batch, length, -1, attn.head_dim), [heads, kv_heads, kv_heads], dim=2)
         # [B, Hkv, G, L, D]: the query heads of one KV head side by side.
-        q = rotate(q, rope).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        q = rotate(q, rope).view(batch, length, kv_heads, -1, attn.head_dim).permute(0, 2, 3, 1, 4)
         k, v = rotate(k, rope).transpose(1, 2), v.transpose(1, 2)
         past.append((k, v))
         first_keys, first_values = past[0]
-        scores = (q.flatten(2, 3) @ first_keys.transpose(2, 3)).view(batch, kv_heads, -1, length, length).float()
+        scores = (q.flatten(2, 3) @ first_keys.transpose(2, 3)).view(batch, kv_heads, -1, length, length)
         later = torch.ones((length, length), dtype=torch.bool, device=q.device).triu(1)
-        own = [(q * keys[:, :, None]).sum(dim=-1, keepdim=True).float() for keys, _ in past[1:]]
-        scores = torch.cat((scores.masked_fill(later, float("-inf")), *own), dim=-1) * attn.scale
-        weights = scores.softmax(dim=-1).to(v.dtype)
-        mixed = (weights[..., :length].flatten(2, 3) @ first_values).view_as(q)
-        for number, (_, values) in enumerate(past[1:]):
-            mixed = mixed + weights[..., length + number, None] * values[:, :, None]
-        return attn.o(mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1))
+        scores = scores.float().masked_fill(later, float("-inf")) * attn.scale
+        own = [(q * keys[:, :, None]).sum(dim=-1, keepdim=True).float() * attn.scale for keys, _ in past[1:]]
+        # One softmax over both kinds of keys without joining them: a joined matrix would have to be cut again.
+        with torch.no_grad():
+            top = scores.amax(dim=-1, keepdim=True)
+            for score in own:
+                top = torch.maximum(top, score)
+        weights = (scores - top).exp()
+        total = weights.sum(dim=-1, keepdim=True)
+        mixed = (weights.to(v.dtype).flatten(2, 3) @ first_values).view_as(q).float()
+        for score, (_, values) in zip(own, past[1:], strict=True):
+            weight = (score - top).exp()
+            total = total + weight
+            mixed = mixed + weight * values[:, :, None]
+        mixed = (mixed / total).to(v.dtype)
+        return cast(Tensor, attn.o(mixed.permute(0, 3, 1, 2, 4).reshape(batch, length, -1)))

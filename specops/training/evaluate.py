@@ -75,7 +75,7 @@ class Walk:
 
 def answer_spans(greedy: Tensor) -> list[tuple[int, int, int]]:
     """(row, first, end) of every run of greedy tokens in ``[N, L]``, end excluded."""
-    spans = []
+    spans: list[tuple[int, int, int]] = []
     edges = torch.diff(greedy.cpu().to(torch.int8), dim=1, prepend=torch.zeros((greedy.shape[0], 1), dtype=torch.int8))
     for row in range(greedy.shape[0]):
         firsts = (edges[row] == 1).nonzero().flatten().tolist()
@@ -133,7 +133,7 @@ def rank_shares(ranks: Tensor, greedy: Tensor, topk: int) -> list[list[float]]:
 
 def best_tree(shares: Sequence[Sequence[float]], nodes: int) -> Tree:
     """The static tree of ``nodes`` nodes (root excluded) with the most expected accepts, steps taken as independent."""
-    heap = [(-shares[0][0], (0,))]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-shares[0][0], (0,))]
     chosen: set[tuple[int, ...]] = set()
     while heap and len(chosen) < nodes:
         value, path = heapq.heappop(heap)
@@ -170,5 +170,7 @@ def report(ranks: Tensor, greedy: Tensor, tree_nodes: Sequence[int] = (15, 31, 5
     for nodes in tree_nodes:
         tree = best_tree(shares, nodes)
         depth = max(map(len, tree))
-        figures[f"tree_{nodes + 1}_tokens_per_round"] = round(walk(ranks[1::2], greedy[1::2], tree, depth).tokens_per_round, 3)
+        figures[f"tree_{nodes + 1}_tokens_per_round"] = round(
+            walk(ranks[1::2], greedy[1::2], tree, depth).tokens_per_round, 3
+        )
     return figures

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,7 +156,7 @@ class Generator:
         return min(self.length, (position // PREFIX_BUCKET + 1) * PREFIX_BUCKET)
 
     def _capture(self, prefix: int) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):

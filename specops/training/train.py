@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specops.models.eagle import EagleHead
-from specops.training.dense import DenseTarget, UnrolledHead, full_precision_logits, prefill
+from specops.training.dense import DenseTarget, UnrolledHead, full_precision_logits, prefill, prefill_layer
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,15 @@ class Bank:
 
 @torch.no_grad()
 def fill_bank(
-    target: DenseTarget, ids: Tensor, greedy: Tensor, aux_layers: tuple[int, ...] = (), chunk_tokens: int = 32768
+    target: DenseTarget,
+    ids: Tensor,
+    greedy: Tensor,
+    aux_layers: tuple[int, ...] = (),
+    *,
+    compile: bool = False,
+    chunk_tokens: int = 32768,
 ) -> Bank:
-    """Run the target over ``ids`` ``[N, L]``.
+    """Run the target over ``ids`` ``[N, L]``, ``chunk_tokens`` at a time.
 
     Raises:
         MemoryError: the hidden states would not fit on the device; says how many rows would.
@@ -101,10 +107,12 @@ def fill_bank(
     if aux_layers:
         features = torch.empty((rows, length, target.embed.shape[1] * len(aux_layers)), dtype=dtype, device=device)
     log_norm = torch.empty((rows, length), dtype=torch.float32, device=device)
-    chunk = max(1, chunk_tokens // length)
+    run_layer = torch.compile(prefill_layer, dynamic=False) if compile else prefill_layer
+    # Shards have a round number of rows; a power of two divides it, so that there is one shape to compile.
+    chunk = 1 << max(0, (chunk_tokens // length).bit_length() - 1)
     for start in range(0, rows, chunk):
         part = slice(start, start + chunk)
-        hidden[part], read = prefill(target, ids[part].long(), aux_layers)
+        hidden[part], read = prefill(target, ids[part].long(), aux_layers, run_layer)
         if aux_layers:
             features[part] = read
         log_norm[part] = full_precision_logits(hidden[part].flatten(0, 1), target.lm_head).logsumexp(-1).view(-1, length)
@@ -124,7 +132,7 @@ def initialize(head: EagleHead, target_norm: Tensor, seed: int) -> None:
                 normal(module.weight, module.in_features**-0.5)
                 if module.bias is not None:
                     module.bias.zero_()
-        for layer in head.layers:
+        for layer in cast(Any, head.layers):
             layer.attn.o.weight.mul_(0.2)
             layer.mlp.down.weight.mul_(0.2)
         size = head.config.hidden_size
@@ -135,15 +143,30 @@ def initialize(head: EagleHead, target_norm: Tensor, seed: int) -> None:
             head.norm.weight.copy_(target_norm)
 
 
+@torch.no_grad()
+def target_chances(hidden: Tensor, log_norm: Tensor, target_rows: Tensor) -> Tensor:
+    """The target's probabilities of the draft vocabulary's tokens, as they are: they need not add up to one.
+
+    Args:
+        hidden: ``[B, L, H]`` after the final norm.
+        log_norm: ``[B, L]`` float32, logsumexp over the whole vocabulary.
+        target_rows: ``[draft_vocab, H]``, rows of the target's LM head.
+
+    Returns:
+        ``[B, L, draft_vocab]`` in hidden's dtype.
+    """
+    logits = full_precision_logits(hidden.flatten(0, 1), target_rows).view(*hidden.shape[:2], -1)
+    return logits.sub_(log_norm[..., None]).exp_().to(hidden.dtype)
+
+
 def unrolled_loss(
     head: EagleHead,
     ids: Tensor,
     greedy: Tensor,
     features: Tensor,
     hidden: Tensor,
-    log_norm: Tensor,
+    chances: Tensor,
     draft_ids: Tensor,
-    target_rows: Tensor,
     unroll: int,
     decay: float,
     hard_weight: float,
@@ -157,9 +180,9 @@ def unrolled_loss(
     whose label, and all between, are greedy tokens count: those are the ones a draft is asked for.
 
     Args:
-        ids: ``[B, L]`` int64; greedy: ``[B, L]`` bool; features, hidden, log_norm: as in :class:`Bank`.
+        ids: ``[B, L]`` int64; greedy: ``[B, L]`` bool; features, hidden: as in :class:`Bank`.
+        chances: ``[B, L, draft_vocab]``, from :func:`target_chances`.
         draft_ids: ``[vocab]`` int64, draft id of each target id or -1.
-        target_rows: ``[draft_vocab, H]``, rows of the target's LM head.
         unroll, decay, hard_weight, hidden_weight: see :class:`TrainSettings`.
 
     Returns:
@@ -170,9 +193,6 @@ def unrolled_loss(
     # Rows that have a label in every step, in a number that keeps matrix rows aligned where there are many.
     rows = ids.shape[1] - 1 - unroll
     rows = rows // 8 * 8 if rows >= 64 else rows
-    with torch.no_grad():
-        logits = full_precision_logits(hidden.flatten(0, 1), target_rows).view(*ids.shape, -1)
-        chances = (logits - log_norm[..., None]).exp().to(hidden.dtype)
     chain = UnrolledHead(head)
     state = features[:, :rows]
     counted = greedy[:, 1 : 1 + rows]
@@ -307,16 +327,16 @@ class Trainer:
         rows, bank = self.rows_of(step), self.bank
         features = bank.features[rows]
         hidden = features if bank.hidden is bank.features else bank.hidden[rows]
-        return bank.ids[rows].long(), bank.greedy[rows], features, hidden, bank.log_norm[rows]
+        chances = target_chances(hidden, bank.log_norm[rows], self.target_rows)
+        return bank.ids[rows].long(), bank.greedy[rows], features, hidden, chances
 
     def _forward(self, step: int) -> tuple[Tensor, Tensor]:
-        settings = self.settings
+        settings, batch = self.settings, self._batch(step)
         with torch.autocast(self.bank.ids.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             return self._loss(
                 self.head,
-                *self._batch(step),
+                *batch,
                 self.draft_ids,
-                self.target_rows,
                 settings.unroll,
                 settings.decay,
                 settings.hard_weight,
@@ -327,7 +347,7 @@ class Trainer:
         """Compile outside the time budget: one forward and backward whose gradients are dropped."""
         begun = time.perf_counter()
         loss, _ = self._forward(0)
-        loss.backward()
+        torch.autograd.backward(loss)
         self.optimizer.zero_grad(set_to_none=True)
         self.log(f"first step, compilation included: {time.perf_counter() - begun:.1f} s, loss {loss.item():.3f}")
 
@@ -335,7 +355,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         loss, counts = self._forward(self.step)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

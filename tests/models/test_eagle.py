@@ -1,6 +1,6 @@
 """EAGLE heads: the paged forward against a plain one, shapes and maps, sharing, compilation.
 
-    OMP_NUM_THREADS=1 pytest tests/models/test_eagle.py
+OMP_NUM_THREADS=1 pytest tests/models/test_eagle.py
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def plain_head(head: EagleHead, ids: Tensor, hidden: Tensor, first_position: int
     q, k, v = (read @ attn.qkv.weight.T).split((q_rows, kv_rows, kv_rows), dim=1)
     half = config.head_dim // 2
     angle = torch.tensor(
-        [[(first_position + i) * config.rope.theta ** (-2 * p / config.head_dim) for p in range(half)] for i in range(length)],
+        [
+            [(first_position + i) * config.rope.theta ** (-2 * p / config.head_dim) for p in range(half)]
+            for i in range(length)
+        ],
         dtype=torch.float64,
     )
 

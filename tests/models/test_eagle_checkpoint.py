@@ -1,6 +1,6 @@
 """Heads on disk: round trips, published layouts, and a sentence for everything that does not fit.
 
-    OMP_NUM_THREADS=1 pytest tests/models/test_eagle_checkpoint.py
+OMP_NUM_THREADS=1 pytest tests/models/test_eagle_checkpoint.py
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ BROKEN = [
     pytest.param({}, {"t2d": torch.ones(VOCAB, dtype=torch.bool)}, "t2d does not name", id="maps disagree"),
     pytest.param({"target_hidden_size": 128}, {}, "target hidden size 128, the target has 32", id="other target"),
     pytest.param({"vocab_size": 96}, {}, "vocabulary 96, the target has 64", id="other vocabulary"),
-    pytest.param({"format": "eagle3", "aux_layers": [2, 4, 5]}, {}, "an eagle head, while its config says eagle3", id="format"),
+    pytest.param(
+        {"format": "eagle3", "aux_layers": [2, 4, 5]}, {}, "an eagle head, while its config says eagle3", id="format"
+    ),
     pytest.param({"format": "eagle9"}, {}, "format must be one of eagle, eagle3", id="unknown format"),
 ]
 

@@ -1,6 +1,6 @@
 """The training library: dense forwards against paged ones, the conversation machine, the loss, resuming, evaluation.
 
-    OMP_NUM_THREADS=1 pytest tests/training/test_training.py
+OMP_NUM_THREADS=1 pytest tests/training/test_training.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specops.training import data, evaluate
 from specops.training.chat import ChatScript
 from specops.training.dense import DenseTarget, UnrolledHead, prefill
 from specops.training.generate import Generator
-from specops.training.train import Trainer, TrainSettings, fill_bank, initialize, unrolled_loss
+from specops.training.train import Trainer, TrainSettings, fill_bank, initialize, target_chances, unrolled_loss
 
 VOCAB, H = 48, 32
 CONFIG = ModelConfig(
@@ -167,7 +167,7 @@ def test_conversations_depend_on_the_seed_alone() -> None:
 
 def test_user_turns_close_in_time() -> None:
     generator = Generator(DenseTarget.of(make_target()), SCRIPT, batch=16, length=30, max_user_tokens=4, min_user_tokens=4)
-    ids, greedy = generator.conversations(seed=0)
+    _, greedy = generator.conversations(seed=0)
     openers = {3 + len(opener) for opener in SCRIPT.openers}
     # Opening, opener, exactly four sampled tokens, the end of the turn, three more, and the answer begins.
     firsts = {int(row.nonzero()[0]) for row in greedy}
@@ -250,9 +250,8 @@ def test_loss_is_the_formula() -> None:
         greedy,
         bank.features,
         bank.hidden,
-        bank.log_norm,
+        target_chances(bank.hidden, bank.log_norm, head.lm_head_weight),
         data.draft_ids_of(kept, VOCAB),
-        head.lm_head_weight,
         settings.unroll,
         settings.decay,
         settings.hard_weight,

@@ -7,6 +7,7 @@ defaults of their model type. Nothing is guessed: a value this package has no co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
 }
-MODEL_TYPES = tuple(_DEFAULTS)
+LATENT_TYPES = ("deepseek_v2", "deepseek_v3")
+MODEL_TYPES = (*_DEFAULTS, *LATENT_TYPES)
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,11 @@ class ModelConfig:
         if len(self.layer_windows) != self.num_layers:
             raise ValueError(f"layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
 
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dims of a head."""
+        return self.head_dim
+
     @classmethod
     def from_hf(cls, config: Any, generation_config: Any = None) -> ModelConfig:
         """Read a transformers config object or the dictionary of a ``config.json``.
@@ -136,9 +143,13 @@ class ModelConfig:
         """
         given = as_dict(config)
         model_type = given.get("model_type")
-        if model_type not in _DEFAULTS:
+        if model_type not in MODEL_TYPES:
             raise ValueError(f"model_type {model_type!r} is not supported; it can be {', '.join(MODEL_TYPES)}")
         _refuse_variants(given)
+        if model_type in LATENT_TYPES:
+            from specops.models.deepseek import LatentConfig
+
+            return LatentConfig.from_fields(given, as_dict(generation_config))
         fields = {**_COMMON, **_DEFAULTS[model_type], **{k: v for k, v in given.items() if v is not None}}
         # An explicit null means "no window" and "no cap", not the default.
         for name in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
@@ -242,8 +253,6 @@ def rope_from_hf(fields: Mapping[str, Any]) -> RopeConfig:
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Temperature of YaRN (Peng et al. 2023, section 3.4): ``0.1 * mscale * ln(factor) + 1``, 1 without stretching."""
-    import math
-
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

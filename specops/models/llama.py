@@ -117,11 +117,13 @@ class Attention(PagedAttention):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP with residuals; Gemma's post-norms where the config has them."""
 
+    attention_type: Callable[..., nn.Module] = Attention
+
     def __init__(self, config: ModelConfig, layer_index: int = 0) -> None:
         super().__init__()
         size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
         self.input_norm = RMSNorm(size, eps, offset)
-        self.attn = Attention(config, layer_index)
+        self.attn = self.attention_type(config, layer_index)
         self.post_attn_norm = RMSNorm(size, eps, offset) if config.post_norms else None
         self.mlp_norm = RMSNorm(size, eps, offset)
         self.mlp = MLP(config)
@@ -146,16 +148,18 @@ class CausalLM(nn.Module):
         rotary: cos and sin tables.
     """
 
+    layer_type: Callable[..., nn.Module] = DecoderLayer
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(self.layer_type(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+        self.rotary = Rotary(config.rope, config.rotary_dim, config.max_position_embeddings)
 
     def materialize(self, device: torch.device | str) -> None:
         """Give a model made on the meta device memory on ``device``: tables filled, weights not, ties kept."""
@@ -191,7 +195,8 @@ class CausalLM(nn.Module):
             layer.backend = name
 
     def attention_layers(self) -> list[Attention]:
-        return [cast(DecoderLayer, layer).attn for layer in self.layers]
+        """The layers' attention modules, in order."""
+        return [cast(Attention, layer.attn) for layer in self.layers]
 
     def forward(
         self, input_ids: Tensor, meta: AttentionMetadata, aux_layers: tuple[int, ...] = ()

@@ -20,6 +20,7 @@ import torch
 
 from specops.models.checkpoint import Checkpoint, open_directory, open_gguf, open_transformers
 from specops.models.config import ModelConfig
+from specops.models.deepseek import DeepseekLM, LatentConfig, latent_pieces
 from specops.models.llama import CausalLM
 from specops.models.weights import Progress, fill, model_pieces
 
@@ -57,11 +58,14 @@ def load_target(
         raise ValueError(f"{checkpoint.where}: {error}") from None
     if checkpoint.freq_factors is not None:
         config = replace(config, rope=replace(config.rope, freq_factors=checkpoint.freq_factors))
+    model_type, pieces = (
+        (DeepseekLM, latent_pieces(config)) if isinstance(config, LatentConfig) else (CausalLM, model_pieces(config))
+    )
     with torch.device("meta"):
-        model = CausalLM(config).to(dtype)
+        model = model_type(config).to(dtype)
     model.materialize(device)
     tied = {"lm_head.weight": "embed_tokens.weight"} if config.tie_word_embeddings else {}
-    fill(model, model_pieces(config), checkpoint.tensors, where=checkpoint.where, tied=tied, progress=progress)
+    fill(model, pieces, checkpoint.tensors, where=checkpoint.where, tied=tied, progress=progress)
     model.set_backend(backend)
     return model.eval().requires_grad_(False)
 

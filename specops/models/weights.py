@@ -26,12 +26,14 @@ class Piece:
         parameter: name of the module's parameter.
         start, rows: the rows it fills; None for all of them.
         repeat: whether a tensor without the row dimension fills every row alike.
+        reorder: applied to the tensor before it is placed; keeps its shape.
     """
 
     parameter: str
     start: int = 0
     rows: int | None = None
     repeat: bool = False
+    reorder: Callable[[Tensor], Tensor] | None = None
 
 
 def layer_pieces(config: ModelConfig, source: str, target: str, *, input_norm: bool = True) -> dict[str, Piece]:
@@ -44,7 +46,7 @@ def layer_pieces(config: ModelConfig, source: str, target: str, *, input_norm: b
         input_norm: False for a layer without a norm before attention, as the first layer of an EAGLE head.
     """
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attn, mlp, inner = "self_attn.", "mlp.", config.intermediate_size
+    attn = "self_attn."
     pieces: dict[str, Piece] = {}
     for kind, present in (("weight", True), ("bias", config.attention_bias)):
         if present:
@@ -61,11 +63,22 @@ def layer_pieces(config: ModelConfig, source: str, target: str, *, input_norm: b
         pieces[f"{source}{attn}k_norm.weight"] = Piece(norm, config.num_heads, config.num_kv_heads, repeat=True)
     if config.attention_sinks:
         pieces[f"{source}{attn}sinks"] = Piece(f"{target}attn.sinks")
-    for kind, present in (("weight", True), ("bias", config.mlp_bias)):
-        if present:
-            pieces[f"{source}{mlp}gate_proj.{kind}"] = Piece(f"{target}mlp.gate_up.{kind}", 0, inner)
-            pieces[f"{source}{mlp}up_proj.{kind}"] = Piece(f"{target}mlp.gate_up.{kind}", inner, inner)
-            pieces[f"{source}{mlp}down_proj.{kind}"] = Piece(f"{target}mlp.down.{kind}")
+    return {**pieces, **mlp_pieces(config, source, target), **norm_pieces(config, source, target, input_norm=input_norm)}
+
+
+def mlp_pieces(config: ModelConfig, source: str, target: str) -> dict[str, Piece]:
+    """Pieces of one layer's gated MLP; arguments as for :func:`layer_pieces`."""
+    pieces, inner = {}, config.intermediate_size
+    for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+        pieces[f"{source}mlp.gate_proj.{kind}"] = Piece(f"{target}mlp.gate_up.{kind}", 0, inner)
+        pieces[f"{source}mlp.up_proj.{kind}"] = Piece(f"{target}mlp.gate_up.{kind}", inner, inner)
+        pieces[f"{source}mlp.down_proj.{kind}"] = Piece(f"{target}mlp.down.{kind}")
+    return pieces
+
+
+def norm_pieces(config: ModelConfig, source: str, target: str, *, input_norm: bool = True) -> dict[str, Piece]:
+    """Pieces of one layer's norms; arguments as for :func:`layer_pieces`."""
+    pieces = {}
     if input_norm:
         pieces[f"{source}input_layernorm.weight"] = Piece(f"{target}input_norm.weight")
     if config.post_norms:
@@ -77,14 +90,20 @@ def layer_pieces(config: ModelConfig, source: str, target: str, *, input_norm: b
     return pieces
 
 
-def model_pieces(config: ModelConfig) -> dict[str, Piece]:
-    """Pieces of a whole :class:`~specops.models.llama.CausalLM`."""
+def whole_pieces(config: ModelConfig) -> dict[str, Piece]:
+    """Pieces of a model outside its layers."""
     pieces = {
         "model.embed_tokens.weight": Piece("embed_tokens.weight"),
         "model.norm.weight": Piece("norm.weight"),
     }
     if not config.tie_word_embeddings:
         pieces["lm_head.weight"] = Piece("lm_head.weight")
+    return pieces
+
+
+def model_pieces(config: ModelConfig) -> dict[str, Piece]:
+    """Pieces of a whole :class:`~specops.models.llama.CausalLM`."""
+    pieces = whole_pieces(config)
     for index in range(config.num_layers):
         pieces.update(layer_pieces(config, f"model.layers.{index}.", f"layers.{index}."))
     return pieces
@@ -152,7 +171,7 @@ def _place(name: str, tensor: Tensor, parameter: Tensor, piece: Piece, where: st
             f"{where}: {name} has shape {list(tensor.shape)}, its config needs {list(wanted)}; give weights and config "
             "of one model"
         )
-    target.copy_(tensor)
+    target.copy_(tensor if piece.reorder is None else piece.reorder(tensor))
 
 
 def _check_cover(parameters: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specops import ops
 from specops.layout import QueryLayout
+from specops.ops.attention import last_visible
 from specops.testing.oracle import assert_close_to_oracle, oracle_mha, oracle_mla
 
 FP8 = torch.float8_e4m3fn
@@ -51,8 +52,14 @@ class AttentionCase:
         return {"layout": self.layout, "scale": self.scale, **self.options}
 
     def op_args(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the torch op itself, ``torch.ops.specops.<backend>_<family>(*args, **kwargs)``."""
-        return (*self.args(), self.layout.query_start, self.layout.max_query_len, self.scale), dict(self.options)
+        """Arguments of the torch op itself, ``torch.ops.specops.<backend>_<family>(*args, **kwargs)``.
+
+        The tree mask is trimmed to the window as :func:`specops.ops.mha` does before it calls the op.
+        """
+        options = dict(self.options)
+        if "window" in options and "tree_mask" in options:
+            options["tree_mask"] = last_visible(options["tree_mask"], options["window"])
+        return (*self.args(), self.layout.query_start, self.layout.max_query_len, self.scale), options
 
     def run(self, backend: str = "auto") -> Tensor:
         """The call, served by ``backend``."""

@@ -14,23 +14,32 @@ class StaticTensors:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._entries: list[tuple[str, dict[str, Tensor], str, int, torch.dtype]] = []
-        seen: set[int] = set()
+        self._modules: list[tuple[str, dict[str, nn.Module | None], str, nn.Module]] = []
+        self._tensors: list[tuple[str, dict[str, Tensor | None], str, int, torch.dtype]] = []
         for prefix, owner in module.named_modules():
+            for name, child in owner._modules.items():
+                if child is not None:
+                    self._modules.append((_joined(prefix, name), owner._modules, name, child))
             for tensors in (owner._parameters, owner._buffers):
                 for name, tensor in tensors.items():
-                    if tensor is not None and tensor.data_ptr() not in seen:
-                        seen.add(tensor.data_ptr())
-                        label = f"{prefix}.{name}" if prefix else name
-                        self._entries.append((label, tensors, name, tensor.data_ptr(), tensor.dtype))  # type: ignore[arg-type]
+                    if tensor is not None:
+                        entry = (_joined(prefix, name), tensors, name, tensor.data_ptr(), tensor.dtype)
+                        self._tensors.append(entry)  # type: ignore[arg-type]
 
     def moved(self) -> str | None:
-        """Name of a tensor that is no longer where it was, None if all are."""
-        for label, tensors, name, address, dtype in self._entries:
+        """Name of a tensor that is no longer where it was, or of a module that was replaced; None if all are in place."""
+        for label, modules, name, child in self._modules:
+            if modules.get(name) is not child:
+                return label
+        for label, tensors, name, address, dtype in self._tensors:
             tensor = tensors.get(name)
             if tensor is None or tensor.data_ptr() != address or tensor.dtype != dtype:
                 return label
         return None
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def weak_reference(tensor: Tensor) -> Tensor:

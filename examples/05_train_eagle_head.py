@@ -216,7 +216,9 @@ def measure(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, A
 
 
 def new_head(args: argparse.Namespace, model: Any, kept: torch.Tensor) -> EagleHead:
-    options = {"intermediate_size": args.intermediate} if args.intermediate else {}
+    options: dict[str, Any] = {"intermediate_size": args.intermediate} if args.intermediate else {}
+    if args.aux_layers:
+        options["aux_layers"] = tuple(args.aux_layers)
     config = EagleConfig.for_target(
         model.config, format=args.format, draft_vocab_size=kept.shape[0], name=args.target_name, **options
     )
@@ -252,6 +254,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     group("--temperature", type=float, default=1.0, help="of the user turns")
     group = parser.add_argument_group("training").add_argument
     group("--format", choices=("eagle", "eagle3"), default="eagle")
+    group("--aux-layers", type=int, nargs="+", help="eagle3: residual streams to read, by how many layers have run")
     group("--intermediate", type=int, help="inner width of the head's MLP; the target's if not given")
     group("--draft-vocab", type=int, default=8192)
     group("--train-shards", type=int, help="shards to train on; all if not given")

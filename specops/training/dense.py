@@ -183,6 +183,7 @@ def decode_layer(
     prefix: int,
     num_heads: int,
     eps: float,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """One layer, one new token a row, every row at the same position.
 
@@ -192,6 +193,7 @@ def decode_layer(
         cos, sin: ``[1, D / 2]`` of that position.
         index: ``[1]`` int64.
         prefix: keys to read, more than ``index``; a constant of the compiled code.
+        attend: :func:`attend_matmul` or :func:`attend_fused`.
     """
     batch, num_kv_heads, head_dim = x.shape[0], keys.shape[1], keys.shape[3]
     heads = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias).view(batch, -1, head_dim)
@@ -199,15 +201,25 @@ def decode_layer(
     q, k = torch.split(rotate(qk, (cos, sin)), [num_heads, num_kv_heads], dim=1)
     keys[:, :, index] = k.unsqueeze(2)
     values[:, :, index] = v.unsqueeze(2)
-    grouped = q.reshape(batch * num_kv_heads, num_heads // num_kv_heads, head_dim)
-    seen_keys = keys.view(batch * num_kv_heads, -1, head_dim)[:, :prefix]
-    seen_values = values.view(batch * num_kv_heads, -1, head_dim)[:, :prefix]
-    scores = torch.bmm(grouped, seen_keys.transpose(1, 2)).float() * head_dim**-0.5
-    later = torch.arange(prefix, device=x.device) > index
-    weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1).to(x.dtype)
-    mixed = torch.bmm(weights, seen_values).reshape(batch, -1)
+    # The query heads of one KV head are rows of one small matrix, so that its keys are read once.
+    grouped = q.reshape(batch, num_kv_heads, -1, head_dim)
+    seen = torch.arange(prefix, device=x.device) <= index
+    mixed = attend(grouped, keys[:, :, :prefix], values[:, :, :prefix], seen).reshape(batch, -1)
     x = x + F.linear(mixed, layer.out, layer.out_bias)
     return x + _mlp(layer, x, eps)
+
+
+def attend_matmul(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """q ``[B, Hkv, G, D]``, keys and values ``[B, Hkv, P, D]``, seen ``[P]`` bool; returns q's shape."""
+    scores = (q @ keys.transpose(2, 3)).float() * q.shape[3] ** -0.5
+    weights: Tensor = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1).to(q.dtype)
+    return weights @ values
+
+
+def attend_fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """The same in one kernel where torch has one."""
+    mask = seen.expand(q.shape[0], q.shape[1], q.shape[2], -1)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 
 class UnrolledHead:

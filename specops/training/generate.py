@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from specops.training.chat import ChatScript
-from specops.training.dense import DenseTarget, decode_layer, full_precision_logits, rms_norm
+from specops.training.dense import (
+    DenseTarget,
+    attend_fused,
+    attend_matmul,
+    decode_layer,
+    full_precision_logits,
+    rms_norm,
+)
 
 # Prefix lengths a step is captured for: reading a little too much of the cache is cheaper than one graph a position.
 PREFIX_BUCKET = 128
@@ -71,10 +78,11 @@ class Generator:
         self._layer: Callable[..., Tensor] = decode_layer
         self._choose: Callable[..., tuple[Tensor, Tensor, Tensor]] = choose_tokens
         if compile:
-            # One compiled layer serves all layers: it takes its weights as arguments.
+            # One compiled function serves all layers: it takes their weights as arguments.
             self._layer = torch.compile(decode_layer, dynamic=False)
             self._choose = torch.compile(choose_tokens, dynamic=False)
         self._graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
+        self._attend = self._faster_attention() if graphs else attend_matmul
 
     def conversations(self, seed: int) -> tuple[Tensor, Tensor]:
         """Write one batch of conversations.
@@ -155,6 +163,24 @@ class Generator:
     def _prefix(self, position: int) -> int:
         return min(self.length, (position // PREFIX_BUCKET + 1) * PREFIX_BUCKET)
 
+    def _faster_attention(self) -> Callable[..., Tensor]:
+        """Which of the two is faster depends on the kernels torch picks for such flat matrices; ask the clock."""
+        keys, values = self.keys[0], self.values[0]
+        q = keys.new_zeros((self.batch, keys.shape[1], self.target.num_heads // keys.shape[1], keys.shape[3]))
+        seen = torch.ones((self.length,), dtype=torch.bool, device=q.device)
+        times: dict[Callable[..., Tensor], float] = {}
+        for attend in (attend_matmul, attend_fused):
+            begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for repeat in range(13):
+                if repeat == 3:
+                    begin.record()
+                attend(q, keys, values, seen)
+            end.record()
+            end.synchronize()
+            times[attend] = begin.elapsed_time(end)
+        return min(times, key=lambda attend: times[attend])
+
     def _capture(self, prefix: int) -> torch.cuda.CUDAGraph:
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -176,10 +202,8 @@ class Generator:
         token = self.tokens.index_select(1, at).squeeze(1)
         x = target.embed[token]
         cos, sin = target.cos.index_select(0, at), target.sin.index_select(0, at)
-        for number, layer in enumerate(target.layers):
-            x = self._layer(
-                x, layer, self.keys[number], self.values[number], cos, sin, at, prefix, target.num_heads, target.eps
-            )
+        for layer, keys, values in zip(target.layers, self.keys, self.values, strict=True):
+            x = self._layer(x, layer, keys, values, cos, sin, at, prefix, target.num_heads, target.eps, self._attend)
         logits = full_precision_logits(rms_norm(x, target.norm, target.eps), target.lm_head)
         self.noise.exponential_()
         chosen, greedy, state = self._choose(

@@ -19,7 +19,7 @@ from specops.models.eagle import EagleConfig, EagleHead
 from specops.models.llama import CausalLM
 from specops.training import data, evaluate
 from specops.training.chat import ChatScript
-from specops.training.dense import DenseTarget, UnrolledHead, prefill
+from specops.training.dense import DenseTarget, UnrolledHead, attend_fused, attend_matmul, prefill
 from specops.training.generate import Generator
 from specops.training.train import Trainer, TrainSettings, fill_bank, initialize, target_chances, unrolled_loss
 
@@ -111,6 +111,15 @@ def test_unrolled_head_equals_paged_drafting(format: str) -> None:
             else:
                 carried = head(ids[:, row + 1 + step], carried, meta)
             torch.testing.assert_close(carried, dense[step][:, row], atol=2e-5, rtol=1e-5)
+
+
+def test_both_decode_attentions_are_the_formula() -> None:
+    q, keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
+    seen = torch.arange(9) <= 5
+    scores = torch.einsum("bhgd,bhpd->bhgp", q.double(), keys[:, :, :6].double()) / 8**0.5
+    wanted = torch.einsum("bhgp,bhpd->bhgd", scores.softmax(-1), values[:, :, :6].double())
+    for attend in (attend_matmul, attend_fused):
+        torch.testing.assert_close(attend(q, keys, values, seen).double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def check_conversation(target: CausalLM, ids: Tensor, greedy: Tensor) -> None:

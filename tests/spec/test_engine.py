@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specops.kv_cache import OutOfPages
-from specops.metadata import attention_metadata
 from specops.layout import QueryLayout
+from specops.metadata import attention_metadata
 from specops.spec import Engine, SpecConfig
 from tests.spec.toys import Shadow, greedy, small_llama, target_of, untrained_head
 
@@ -97,7 +97,7 @@ def test_f06_the_same_prompt_twice_accepts_what_it_accepts_alone(world: dict[str
 
 def test_f07_a_batch_as_large_as_all_its_draft_slots(world: dict[str, Any]) -> None:
     run = engine(world, "shadow", SpecConfig(3), max_requests=6)
-    prompts = PROMPTS + [[5, 6]]
+    prompts = [*PROMPTS, [5, 6]]
     expected = [*world["expected"], greedy(world["judge"], [5, 6], COUNT)]
     assert [r.tokens for r in run.generate(prompts, max_new_tokens=COUNT)] == expected
 

@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -202,10 +207,36 @@ def _move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slot
     _move(v_cache, source_slots, target_slots)
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _with_triton(name: str, generic: Callable[..., None]) -> Callable[..., None]:
+    """The fused kernel of ``triton_store`` where Triton is installed and takes the call, else the generic form."""
+
+    def run(*args: Any) -> None:
+        if not _has_triton():
+            return generic(*args)
+        from specops.ops import triton_store
+
+        if name.startswith("move") and not triton_store.can_move(args[-1]):
+            return generic(*args)
+        fused: Callable[..., None] = getattr(triton_store, name)
+        return fused(*args)
+
+    return run
+
+
 for _name, _schema, _fake, _kernel, _cpu_kernel in (
     ("store_kv", contracts.STORE_KV_SCHEMA, contracts.fake_store_kv, _store_kv, _store_kv_cpu),
     ("store_latent", contracts.STORE_LATENT_SCHEMA, contracts.fake_store_latent, _store_latent, _store_latent_cpu),
     ("move_kv", contracts.MOVE_KV_SCHEMA, contracts.fake_move_kv, _move_kv, _move_kv),
     ("move_latent", contracts.MOVE_LATENT_SCHEMA, contracts.fake_move_latent, _move, _move),
 ):
-    contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel, "CPU": _cpu_kernel})
+    contracts.define(
+        _name,
+        _schema,
+        _fake,
+        {"CompositeExplicitAutograd": _kernel, "CPU": _cpu_kernel, "CUDA": _with_triton(_name, _kernel)},
+    )

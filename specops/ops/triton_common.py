@@ -1,3 +1,4 @@
+# ruff: noqa: RET505
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """What the Triton attention kernels of both families share: scheduling, masks, softmax, merging, and their host side.
 
@@ -34,8 +35,10 @@ INTERPRETED_SMS = 8
 ARENA_COUNTERS = 1 << 20
 # Tree masks up to this width are packed into one integer a row and tested in registers.
 PACKED_TREE_WIDTH = 64
-# Requests beyond this need no split: there are more of them than programs.
-MAX_SCHEDULED_REQUESTS = 8192
+# Requests the split kernel schedules, by the size of its prefix sum: few sizes, so few compiled kernels. More requests
+# need no split.
+SCHEDULE_SIZES = (2, 16, 128, 1024, 8192)
+MAX_SCHEDULED_REQUESTS = SCHEDULE_SIZES[-1]
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class _Arena:
         self.used = 0
 
     def take(self, count: int) -> Tensor | None:
+        # Whole cache lines: no two slices share one, and every slice is aligned as the compiled kernel assumes.
+        count = -(-count // 32) * 32
         if self.used + count > self.memory.shape[0]:
             return None
         self.used += count

@@ -1,3 +1,4 @@
+# ruff: noqa: RET505, SIM102, PIE808
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The attention kernels of both families over a paged cache.
 
@@ -33,6 +34,11 @@ from specops.ops.triton_common import (
     tile_keys,
     visible,
 )
+
+# Numbers that change from batch to batch. Compiling for 1 or a multiple of 16 of each would mean many kernels a model.
+UNSPECIALIZED_SCHEDULE = ["num_requests", "query_len", "max_tiles", "window", "tree_width"]
+UNSPECIALIZED_MERGE = [*UNSPECIALIZED_SCHEDULE, "num_programs"]
+UNSPECIALIZED_CALL = [*UNSPECIALIZED_SCHEDULE, "num_rows", "stride_pages", "stride_mask"]
 
 
 @triton.jit
@@ -151,7 +157,7 @@ def fold_blocks(
     return m, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED_CALL)
 def split_kernel(
     q,
     q2,
@@ -211,6 +217,7 @@ def split_kernel(
     SCALED_KV: tl.constexpr,
     SWAP: tl.constexpr,
     INLINE_MERGE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -240,9 +247,7 @@ def split_kernel(
         request = tl.sum(before.to(tl.int32), 0)
         within = position - tl.sum(tl.where(before, cost, 0), 0)
         seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
-        first_block, blocks, tiles = row_blocks(
-            seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE
-        )
+        first_block, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
         unit = within // blocks
         skip = within - unit * blocks
         count = tl.minimum(blocks - skip, stop - position)
@@ -315,11 +320,12 @@ def split_kernel(
                 arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                 if arrived == contributors - 1:
                     tl.store(counter, 0)
-                    merged, lse = merge_partials(
-                        partial, partial_lse, first_program, contributors, m_index, dv, dv < DV, BLOCK_M, BLOCK_DV, 4
-                    )
-                    merged = merged * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
-                    tl.store(out_at, merged.to(out.dtype.element_ty), mask=out_mask)
+                    for part in range(0, BLOCK_M // MERGE_ROWS):
+                        merge_rows(
+                            out, sinks, partial, partial_lse, first_program, contributors, start, rows, kv_head, tile,
+                            part * MERGE_ROWS + tl.arange(0, MERGE_ROWS),
+                            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, 4,
+                        )  # fmt: skip
         position += count
 
 
@@ -338,6 +344,41 @@ def _zero_unowned_rows(
 
 
 @triton.jit
+def merge_rows(
+    out,
+    sinks,
+    partial,
+    partial_lse,
+    first_program,
+    contributors,
+    start,
+    rows,
+    kv_head,
+    tile,
+    m_index,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SINKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Merge rows ``m_index`` of one unit and write them to the output."""
+    dv = tl.arange(0, BLOCK_DV)
+    flat = tile * BLOCK_M + m_index
+    row = flat // GROUP
+    head = kv_head * GROUP + flat % GROUP
+    valid = row < rows
+    merged, lse = merge_partials(
+        partial, partial_lse, first_program, contributors, m_index, dv, dv < DV, BLOCK_M, BLOCK_DV, CHUNK
+    )
+    merged = merged * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
+    at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + dv[None, :]
+    tl.store(at, merged.to(out.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED_MERGE)
 def merge_kernel(
     out,
     seq_lens,
@@ -358,14 +399,14 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
     PACKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     TREE: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
 ):
-    """Merge the partials of one unit, ``BLOCK_R`` rows of its tile a program; nothing to do for a unit of one program."""
+    """Merge the partials of one unit, ``MERGE_ROWS`` rows of its tile a program; nothing to do for a unit of one program."""
     unit_id = tl.program_id(0)
     request = unit_id // (HEADS * max_tiles)
     kv_head = unit_id // max_tiles % HEADS
@@ -383,21 +424,14 @@ def merge_kernel(
     first_program = unit_start // stretch
     contributors = (unit_start + blocks - 1) // stretch - first_program + 1
     if (tile < tiles) & (contributors > 1):
-        m_index = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-        dv = tl.arange(0, BLOCK_DV)
-        flat = tile * BLOCK_M + m_index
-        row = flat // GROUP
-        head = kv_head * GROUP + flat % GROUP
-        valid = row < rows
-        merged, lse = merge_partials(
-            partial, partial_lse, first_program, contributors, m_index, dv, dv < DV, BLOCK_M, BLOCK_DV, 8
-        )
-        merged = merged * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
-        at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + dv[None, :]
-        tl.store(at, merged.to(out.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
+        merge_rows(
+            out, sinks, partial, partial_lse, first_program, contributors, start, rows, kv_head, tile,
+            tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS),
+            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, 8,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED_CALL)
 def tiles_kernel(
     q,
     q2,

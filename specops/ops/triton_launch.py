@@ -18,6 +18,7 @@ from specops.layout import QueryLayout
 from specops.ops.triton_common import (
     LOG2E,
     PACKED_TREE_WIDTH,
+    SCHEDULE_SIZES,
     Tiling,
     merge_counters,
     next_power_of_2,
@@ -27,6 +28,8 @@ from specops.ops.triton_kernels import merge_kernel, split_kernel, tiles_kernel
 
 # Rows of a tile that one program of the merge kernel takes.
 MERGE_ROWS = 4
+# Elements of a partial that the last program of a unit merges at a time: several of them are in registers at once.
+MERGE_ELEMENTS = 4096
 
 
 def launch(
@@ -143,7 +146,7 @@ def launch(
     partial = torch.empty((2 * programs, tiling.block_m, block_dv), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((2 * programs, tiling.block_m), dtype=torch.float32, device=q.device)
     counters = merge_counters(q.device, units) if tiling.inline_merge else None
-    shared = {"BLOCK_B": max(next_power_of_2(batch), 2), "MIN_BLOCKS": tiling.min_blocks}
+    shared = {"BLOCK_B": next(size for size in SCHEDULE_SIZES if size >= batch), "MIN_BLOCKS": tiling.min_blocks}
     split_kernel[(programs,)](
         *tensors,
         partial,
@@ -154,6 +157,7 @@ def launch(
         **shared,
         SWAP=tiling.swap,
         INLINE_MERGE=tiling.inline_merge,
+        MERGE_ROWS=min(tiling.block_m, max(MERGE_ELEMENTS // block_dv, 1)),
     )
     if not tiling.inline_merge:
         merge_kernel[(units, tiling.block_m // MERGE_ROWS)](
@@ -171,7 +175,7 @@ def launch(
             programs,
             **schedule,
             **shared,
-            BLOCK_R=MERGE_ROWS,
+            MERGE_ROWS=MERGE_ROWS,
             num_warps=4,
         )
     return out

@@ -1,0 +1,77 @@
+"""The Triton MLA kernels against the float64 oracle, through Triton's interpreter or compiled where there is a GPU.
+
+TRITON_INTERPRET=1 python -m pytest -q tests/ops/test_triton_mla.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+from specops.ops.triton_common import Tiling
+from specops.ops.triton_mla import mla
+from specops.testing import assert_close_to_oracle, make_mla_case
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check(tiling: Tiling | None = None, split: bool | None = None, **case) -> float:
+    made = make_mla_case(device=DEVICE, **case)
+    return assert_close_to_oracle(mla(*made.args(), **made.kwargs(), tiling=tiling, split=split), made.oracle())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_deepseek_dims(num_heads, dtype) -> None:
+    check(num_heads=num_heads, latent_dim=512, rope_dim=64, dtype=dtype, query_lens=2, seq_lens=(70, 9), page_size=64)
+
+
+@pytest.mark.parametrize(("latent_dim", "rope_dim"), [(64, 16), (128, 64), (96, 32), (256, 8)])
+def test_other_dims(latent_dim, rope_dim) -> None:
+    check(latent_dim=latent_dim, rope_dim=rope_dim, query_lens=3, seq_lens=(40, 5))
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 16, 40])
+def test_head_counts(num_heads) -> None:
+    check(num_heads=num_heads, query_lens=3, seq_lens=(40, 5))
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"window": 1},
+        {"window": 7, "softcap": 5.0, "sinks": True},
+        {"fp8": True, "dtype": torch.float16},
+        {"strided_q": True, "padded_rows": True},
+        {"page_size": 1},
+        {"page_size": 48},
+        {"page_size": 64},
+    ],
+)
+def test_features_in_both_layouts(features, split) -> None:
+    check(query_lens=4, seq_lens=(75, 33, 0, 4), split=split, **features)
+    check(query_lens=[1, 6, 0, 3], seq_lens=(75, 33, 20, 3), slack=2, split=split, **features)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("tree", [{"tree_width": 6}, {"tree_width": 40, "window": 60}, {"tree_width": 70, "sinks": True}])
+def test_tree_masks(tree, split) -> None:
+    check(query_lens=6, seq_lens=(90, 71, 0), split=split, **tree)
+
+
+@pytest.mark.parametrize("inline_merge", [True, False])
+@pytest.mark.parametrize("swap", [True, False])
+def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap) -> None:
+    tiling = Tiling(16, 16, 4, 2, 2, swap=swap, inline_merge=inline_merge)
+    check(tiling, True, dtype=torch.float16, query_lens=2, seq_lens=(200, 3, 17, 40, 1), page_size=16, num_heads=16)
+
+
+def test_the_op_under_its_public_name() -> None:
+    make_mla_case(query_lens=3, seq_lens=(19, 6), device=DEVICE).check("triton")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specops.models.eagle import EagleHead
-from specops.training.dense import DenseTarget, UnrolledHead, prefill
+from specops.training.dense import DenseTarget, UnrolledHead, full_precision_logits, prefill
 
 Tree = frozenset[tuple[int, ...]]
 
@@ -48,12 +48,18 @@ def true_ranks(
         chain, ranks = UnrolledHead(head), []
         for step in range(steps):
             state = chain.step(tokens[:, 1 + step : 1 + step + length], state)
-            logits = head.compute_logits(state).float()
+            logits = _logits(head, state)
             label = labels[:, 2 + step : 2 + step + length]
             score = logits.gather(-1, label.clamp(min=0)[..., None])
             ranks.append(torch.where(label >= 0, (logits > score).sum(dim=-1), none).to(torch.int32).cpu())
         parts.append(torch.stack(ranks, dim=-1))
     return torch.cat(parts)
+
+
+def _logits(head: EagleHead, state: Tensor) -> Tensor:
+    """``[B, L, draft_vocab]`` float32: rounded logits would tie, and a tie is no rank."""
+    normed = state if head.norm is None else head.norm(state)
+    return full_precision_logits(normed.flatten(0, 1), head.lm_head_weight).view(*state.shape[:2], -1)
 
 
 @dataclass(frozen=True)

@@ -449,3 +449,24 @@ def test_graph_replay_writes_what_eager_writes() -> None:
         check_conversation(make_target(), ids[row].cpu(), greedy[row].cpu())
     again, _ = graphs.conversations(seed=3)
     assert torch.equal(ids, again)
+
+
+@pytest.mark.gpu
+def test_compiled_loss_equals_eager() -> None:
+    losses, slopes = [], []
+    for compile in (False, True):
+        target = make_target().cuda()
+        ids, greedy = some_data(target)
+        kept = data.draft_vocabulary(ids.cpu(), greedy.cpu(), VOCAB, 24).cuda()
+        head = make_head(target, kept).cuda()
+        bank = fill_bank(DenseTarget.of(target), ids, greedy, compile=compile)
+        draft_ids = data.draft_ids_of(kept, VOCAB)
+        trainer = Trainer(head, bank, draft_ids, head.lm_head_weight, SETTINGS, compile=compile, log=lambda line: None)
+        loss, counts = trainer._forward(0)
+        torch.autograd.backward(loss)
+        losses.append((loss.detach(), counts))
+        slopes.append([parameter.grad for parameter in head.parameters()])
+    torch.testing.assert_close(losses[0][0], losses[1][0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(losses[0][1], losses[1][1])
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

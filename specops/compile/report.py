@@ -80,8 +80,9 @@ class RunnerReport:
         lines = [head, "  requests  graph     seconds  memory MiB  replays  reason"]
         for b in self.buckets:
             state = "captured" if b.captured else "none"
+            memory = b.memory_bytes / 2**20
             lines.append(
-                f"  {b.num_requests:8}  {state:8}  {b.seconds:7.2f}  {b.memory_bytes / 2**20:10.1f}  {b.replays:7}  {b.reason or ''}"
+                f"  {b.num_requests:8}  {state:8}  {b.seconds:7.2f}  {memory:10.1f}  {b.replays:7}  {b.reason or ''}".rstrip()
             )
         lines.extend(f"  recompiled: {cause}" for cause in self.recompiles)
         if self.eager_calls:

@@ -16,6 +16,7 @@ On a device without CUDA graphs the first two run the compiled step as it is. A 
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -99,6 +100,7 @@ class StepRunner:
         self._report = report.RunnerReport(self.name, mode, str(self.device), table.tokens_per_request)
         self._bucket_reports = {size: report.BucketReport(size) for size in self.buckets}
         self._report.buckets = list(self._bucket_reports.values())
+        self._stage = _staging(table) if self._uses_graphs else table.copy_in
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
         self._views: dict[int, dict[str, Tensor]] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
@@ -181,7 +183,7 @@ class StepRunner:
         if moved is not None:
             self._re_record(moved)
         views = self._bucket_views(bucket)
-        self.table.copy_in(views, batch, num_requests, bucket)
+        self._stage(views, batch, num_requests, bucket)
         self._bucket_reports[bucket].replays += 1
         captured = self._graphs.get(bucket)
         if captured is not None:
@@ -326,6 +328,18 @@ def _own_code(step: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
         return outputs
 
     return types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+
+
+def _staging(table: FieldTable) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor], int, int], None]:
+    """One fused launch where Triton is installed and the table fits it, else a copy a field."""
+    if importlib.util.find_spec("triton") is None:
+        return table.copy_in
+    from specops.compile.staging import FusedStaging
+
+    try:
+        return FusedStaging(table)
+    except ValueError:
+        return table.copy_in
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -229,11 +229,19 @@ def test_f04_a_width_of_zero_is_refused() -> None:
     ("change", "error", "message"),
     [
         ({"input_ids": torch.zeros(2, 4, dtype=torch.int64)}, ValueError, r"input_ids must be \[B, 6\].*got \(2, 4\)"),
-        ({"input_ids": torch.zeros(2, WIDTH, dtype=torch.int32)}, TypeError, "input_ids must be torch.int64, got torch.int32"),
+        (
+            {"input_ids": torch.zeros(2, WIDTH, dtype=torch.int32)},
+            TypeError,
+            "input_ids must be torch.int64, got torch.int32",
+        ),
         ({"hidden_states": torch.zeros(2, WIDTH, 8)}, ValueError, r"hidden_states must be \[B, 6, 32\]"),
         ({"page_table": torch.zeros(2, MAX_PAGES, dtype=torch.int64)}, TypeError, "page_table must be torch.int32"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ValueError, "disagree about the number of requests"),
-        ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError, "seq_lens is on meta, the step runs on cpu"),
+        (
+            {"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")},
+            ValueError,
+            "seq_lens is on meta, the step runs on cpu",
+        ),
     ],
 )
 def test_wrong_batches_are_refused(change: dict[str, Tensor], error: type[Exception], message: str) -> None:

@@ -115,7 +115,7 @@ def _build_tree(
     kept_count = num_draft_tokens - 1
     # A stable sort, not topk: on equal scores the parent, which is listed first, must win over its child.
     ranked = candidate_scores.sort(dim=1, descending=True, stable=True).indices
-    kept = ranked[:, :kept_count].sort(dim=1).values
+    kept = ranked[:, :kept_count].sort(dim=1).values.contiguous()
     kept_parents = candidate_parents.gather(1, kept)
     node_of_parent = torch.searchsorted(kept, kept_parents) + 1
     root = torch.full((batch, 1), -1, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""What the backends around other packages' kernels share: late imports, workspaces, masks in bits, rows as requests.
+"""What the backends around other packages' kernels share: late imports, workspaces, rows as requests.
 
 **Workspaces.** A kernel that splits the KV needs scratch memory and semaphores. The semaphores must be zero at first use
 and are zero again after every launch, so all layers of a model share one workspace, and so do graphs that are replayed one
@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 MEBIBYTE = 1 << 20
-# Requests that one cached mask serves; a larger batch gets a larger mask.
-MASK_REQUESTS = 4096
 
 _Made = TypeVar("_Made")
 
@@ -121,70 +119,17 @@ def _stream_key(device: torch.device) -> tuple[int, int]:
     return index, torch.cuda.current_stream(device).cuda_stream
 
 
-def words_per_row(width: int) -> int:
-    """32-bit words that hold one mask row of ``width`` bits."""
-    return -(-width // 32)
-
-
-def pack_mask(mask: Tensor) -> Tensor:
-    """Bits of a boolean mask, lowest bit first, rows padded to 32 bits.
-
-    Args:
-        mask: ``[..., W]`` bool.
-
-    Returns:
-        ``[..., 2 * ceil(W / 32)]`` uint16, contiguous.
-    """
-    width = mask.shape[-1]
-    halves = 2 * words_per_row(width)
-    padded = torch.nn.functional.pad(mask, (0, 16 * halves - width)).reshape(*mask.shape[:-1], halves, 16)
-    weights = 1 << torch.arange(16, dtype=torch.int32, device=mask.device)
-    # int16 wraps the sixteenth bit into the sign, which is the same bit pattern.
-    words: Tensor = (padded * weights).sum(-1, dtype=torch.int32).to(torch.int16)
-    return words.view(torch.uint16)
-
-
-_causal_masks: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def causal_mask(batch: int, width: int, device: torch.device) -> Tensor:
-    """Packed mask of ``batch`` causal row blocks, built once per width and device.
-
-    Returns:
-        ``[batch, width, 2 * ceil(width / 32)]`` uint16, contiguous. During a capture for which none was built before, the
-        mask is computed inside the graph.
-    """
-    cached = _causal_masks.get((device, width))
-    if cached is not None and cached.shape[0] >= batch:
-        return cached[:batch]
-
-    def make() -> Tensor:
-        requests = batch if is_capturing(device) else max(batch, MASK_REQUESTS)
-        rows = pack_mask(torch.ones((width, width), dtype=torch.bool, device=device).tril())
-        return rows.view(torch.int16).expand(requests, -1, -1).contiguous().view(torch.uint16)
-
-    if is_capturing(device):
-        return make()
-    if cached is not None:
-        _outgrown.append(cached)
-    _causal_masks[device, width] = outside_graph_pools(make, device)
-    return _causal_masks[device, width][:batch]
-
-
-# Graphs captured earlier read from these.
-_outgrown: list[Tensor] = []
-
-
-def rows_as_requests(page_table: Tensor, seq_lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def rows_as_requests(page_table: Tensor, seq_lens: Tensor, width: int, page_size: int) -> tuple[Tensor, Tensor]:
     """Page table and lengths that make each row of a causal uniform layout a request of its own.
 
     For kernels that serve one row per request exactly and several only without some feature. Each row reads the KV anew.
 
     Returns:
-        ``[B * width, max_pages]`` int32 and ``[B * width]`` int32; a row before the sequence's start has length 0.
+        ``[B * width, max_pages]`` int32 and ``[B * width]`` int32; a row before the sequence's start has length 0, one
+        behind the page table the table's.
     """
     steps = torch.arange(1 - width, 1, dtype=torch.int32, device=seq_lens.device)
-    lens = (seq_lens[:, None] + steps).clamp_(min=0).reshape(-1)
+    lens = (seq_lens[:, None] + steps).clamp_(0, page_table.shape[1] * page_size).reshape(-1)
     return page_table.repeat_interleave(width, dim=0, output_size=page_table.shape[0] * width), lens
 
 

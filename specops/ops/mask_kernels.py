@@ -1,8 +1,8 @@
-"""Triton kernels that turn a tree mask into the bit masks of other packages' kernels, one launch each.
+"""Triton kernels that turn lengths and tree masks into what other packages' kernels read, one launch each.
 
-``pack_rows`` writes XQA's mask: one row of 16-bit words per query row. ``fill_custom_mask`` writes FlashInfer's mask: one
-bit per pair of query row and key, rows of a request back to back without padding, the mask of request ``b`` from byte
-``b * stride`` on. Both read lengths and trees from the device, so they may run inside a CUDA graph.
+``prepare_rows`` writes XQA's lengths and its mask: one row of 32-bit words per query row. ``fill_custom_mask`` writes
+FlashInfer's mask: one bit per pair of query row and key, rows of a request back to back without padding, the mask of
+request ``b`` from byte ``b * stride`` on. Both read lengths and trees from the device, so they may run inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from torch import Tensor
 BLOCK_BYTES = 256
 
 
-def pack_rows(tree_mask: Tensor) -> Tensor:
-    """Bits of ``tree_mask``, lowest first, rows padded to 32 bits.
-
-    Args:
-        tree_mask: ``[T, W]`` bool, any strides.
-
-    Returns:
-        ``[T, 2 * ceil(W / 32)]`` uint16, contiguous.
-    """
-    rows, width = tree_mask.shape
-    words = -(-width // 32)
-    packed = torch.empty((rows, words), dtype=torch.int32, device=tree_mask.device)
-    if rows > 0:
-        _pack_rows[(rows, words)](tree_mask.view(torch.uint8), packed, width, *tree_mask.stride())
-    return packed.view(torch.uint16)
+def prepare_rows(seq_lens: Tensor, tree_mask: Tensor | None, rows: int, capacity: int) -> Tensor:
+    """What :func:`specops.ops.trtllm_mha.prepare` returns; arguments as there."""
+    batch = seq_lens.shape[0]
+    words = -(-rows // 32)
+    out = torch.empty(batch * (1 + rows * words), dtype=torch.int32, device=seq_lens.device)
+    if batch > 0:
+        strides = (0, 0) if tree_mask is None else tree_mask.stride()
+        _prepare_rows[(batch, rows)](
+            out,
+            seq_lens,
+            out if tree_mask is None else tree_mask.view(torch.uint8),
+            batch,
+            rows,
+            capacity,
+            *strides,
+            HAS_TREE=tree_mask is not None,
+            WORDS=words,
+        )
+    return out
 
 
 def fill_custom_mask(out: Tensor, seq_lens: Tensor, tree_mask: Tensor, rows: int, window: int | None) -> None:
@@ -64,14 +68,33 @@ def fill_custom_mask(out: Tensor, seq_lens: Tensor, tree_mask: Tensor, rows: int
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pack_rows(mask, out, width, stride_row, stride_column):  # type: ignore[no-untyped-def]
-    """One program per row and 32-bit word: out[row, word] = sum over bits of mask[row, 32 word + bit] << bit."""
-    row, word = tl.program_id(0), tl.program_id(1)
+def _prepare_rows(  # type: ignore[no-untyped-def]
+    out, seq_lens, mask, batch, rows, capacity, stride_row, stride_column, HAS_TREE: tl.constexpr, WORDS: tl.constexpr
+):
+    """One program per request and row: the request's length as XQA shall see it, and the row's bits.
+
+    XQA's block of ``rows`` keys ends at that length; its key ``j`` is the tree's column ``j - shift``, where ``shift`` is
+    what the length lost to the page table's end (or, below zero, gained for a request shorter than its rows).
+    """
+    request, row = tl.program_id(0), tl.program_id(1)
+    seq_len = tl.load(seq_lens + request)
+    shown = tl.where(seq_len > 0, tl.maximum(tl.minimum(seq_len, capacity), rows), 0)
+    if row == 0:
+        tl.store(out + request, shown)
+    shift = seq_len - shown
     bit = tl.arange(0, 32)
-    column = word * 32 + bit
-    value = tl.load(mask + row * stride_row + column * stride_column, mask=column < width, other=0).to(tl.int32)
-    # Each bit occurs once, so the sum wraps into the sign exactly as an or would.
-    tl.store(out + row * tl.num_programs(1) + word, tl.sum(value << bit))
+    for word in tl.static_range(WORDS):
+        key = word * 32 + bit
+        column = key - shift
+        own = (key < rows) & (column >= 0) & (column < rows)
+        if HAS_TREE:
+            line = mask + (request * rows + row).to(tl.int64) * stride_row
+            seen = tl.load(line + column * stride_column, mask=own, other=0).to(tl.int32) != 0
+        else:
+            seen = own & (column <= row)
+        seen = seen | ((key < rows) & (column < 0))
+        # Each bit occurs once, so the sum wraps into the sign exactly as an or would.
+        tl.store(out + batch + (request * rows + row) * WORDS + word, tl.sum(seen.to(tl.int32) << bit))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

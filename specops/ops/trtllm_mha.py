@@ -5,15 +5,17 @@ compute capability 9.0 and 12.x, TRT-LLM-gen on 10.x. Packed layouts (prefill, d
 kernel on 10.x; there is none for separate K and V caches on the others. Lengths and pages stay on the device: no host plan,
 no synchronisation, safe in a CUDA graph.
 
-XQA reads a bit mask of the request's own rows: causal, built once per width, or the tree mask, packed in each call. What the
-kernel itself does not do right is kept from it:
+XQA reads a bit mask of the request's own rows. :func:`prepare` writes mask and lengths in one small launch; the op does it
+itself, or takes the result as its ``plan`` argument, so that the layers of one forward share it. What the kernel itself
+does not do right is kept from it:
 
 * with several rows a request it cuts the window at 256-key tiles, so a window goes row by row (each row a request);
 * with more than 32 rows of heads a request it takes the sink of a wrong head unless the group divides 32: row by row too;
 * a request without keys divides 0 by 0 where the KV is split. A sink far below any score makes that 0 and changes no other
   row, so one is always given;
-* a request with fewer keys than rows is not masked at all. Such a request does not occur in decoding (its rows are among
-  its keys); in checked mode it is refused.
+* it reads beyond the page table for a length that does, and masks nothing of a request with fewer keys than rows: lengths
+  are clamped from both sides and the mask is shifted by as much. For a request shorter than its rows the kernel then reads
+  the keys behind its ``seq_len`` on its first page (with weight 0), so those must not hold NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specops.layout import QueryLayout
-from specops.ops import attention, flashinfer_common
+from specops.ops import contracts, flashinfer_common
 from specops.ops.backends import FP8, TRTLLM_GEN_MHA, Backend, add_backend
 from specops.ops.flashinfer_common import MEBIBYTE, Workspaces
 
@@ -61,7 +63,7 @@ def mha(
     """Arguments and result as :func:`specops.ops.mha`.
 
     Args:
-        plan: not needed.
+        plan: what :func:`prepare` returned for this forward, on XQA; without it the op prepares for itself.
         skip_softmax_threshold: let TRT-LLM-gen skip blocks whose scores are below this factor over the context length
             (arXiv 2512.12087); faster, and no longer exact. None, the default, is exact. See :func:`register_skip_softmax`.
 
@@ -74,10 +76,8 @@ def mha(
     if is_xqa(q.device):
         if skip_softmax_threshold is not None:
             raise ValueError("skip_softmax_threshold is served by TRT-LLM-gen on compute capability 10.x, not by XQA")
-        if attention._checked_mode and not flashinfer_common.is_capturing(q.device):
-            refuse_short_requests(seq_lens, layout.tokens_per_request)
         arguments = xqa_arguments(
-            q, k_cache, v_cache, page_table, seq_lens, layout, scale, window, sinks, tree_mask, k_scale, v_scale
+            q, k_cache, v_cache, page_table, seq_lens, layout, scale, window, sinks, tree_mask, k_scale, v_scale, plan
         )
         out: Tensor = _decode()(**arguments)
         return out.view(q.shape)
@@ -131,11 +131,12 @@ def xqa_arguments(
     tree_mask: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
 ) -> dict[str, Any]:
     """Arguments of ``flashinfer.decode.trtllm_batch_decode_with_kv_cache`` for XQA; shapes as :func:`specops.ops.mha`.
 
     Raises:
-        ValueError: strides that XQA can't address.
+        ValueError: strides that XQA can't address, a page table shorter than the rows, or a plan of another shape.
     """
     flashinfer_common.need_same_strides("trtllm", k_cache, v_cache)
     head_dim, width = q.shape[2], layout.tokens_per_request
@@ -147,12 +148,11 @@ def xqa_arguments(
     wrong_sinks = sinks is not None and XQA_BLOCK_ROWS % group != 0 and width * group > XQA_BLOCK_ROWS
     mask: Tensor | None = None
     if width > 1 and (window is not None or wrong_sinks):
-        page_table, seq_lens = flashinfer_common.rows_as_requests(page_table, seq_lens, width)
+        page_table, seq_lens = flashinfer_common.rows_as_requests(page_table, seq_lens, width, k_cache.shape[1])
         width = 1
-    elif tree_mask is not None:
-        mask = _packed_tree(tree_mask).view(page_table.shape[0], width, -1)
-    elif width > 1:
-        mask = flashinfer_common.causal_mask(page_table.shape[0], width, q.device)
+    else:
+        prepared = prepare(seq_lens, page_table, layout, k_cache.shape[1], tree_mask) if plan is None else plan
+        seq_lens, mask = _unpacked(prepared, page_table.shape[0], width)
     bmm1, bmm2 = fused_scales(scale, k_scale, v_scale)
     return {
         "query": q.contiguous(),
@@ -259,32 +259,87 @@ def fused_scales(scale: float, k_scale: Tensor | None, v_scale: Tensor | None) -
     return bmm1, bmm2
 
 
-def refuse_short_requests(seq_lens: Tensor, width: int) -> None:
-    """Refuse requests that have keys, but fewer than rows. Synchronises the device.
+def prepare(
+    seq_lens: Tensor, page_table: Tensor, layout: QueryLayout, page_size: int, tree_mask: Tensor | None = None
+) -> Tensor:
+    """Lengths and bit mask as XQA reads them, for all layers of one forward; the ``plan`` argument of their ops.
+
+    Everything happens on the device, within the compiled forward or the captured graph: there is nothing to update. Layers
+    with a window don't use it.
+
+    Args:
+        seq_lens, page_table, layout, tree_mask: as the ops will get them.
+        page_size: tokens per page.
+
+    Returns:
+        ``[B * (1 + q * ceil(q / 32))]`` int32: B lengths, then the words of each row's mask.
 
     Raises:
-        ValueError: naming the request and both numbers.
+        ValueError: a page table that holds fewer tokens than a request has rows.
     """
-    for request, seq_len in enumerate(seq_lens.tolist()):
-        if 0 < seq_len < width:
-            raise ValueError(
-                f"request {request} has {seq_len} keys for {width} rows; XQA masks nothing then. "
-                "A uniform request's rows are among its keys, so seq_len is at least the width, or 0 for padding"
-            )
+    rows, capacity = layout.tokens_per_request, page_table.shape[1] * page_size
+    if capacity < rows:
+        raise ValueError(f"the page table holds {capacity} tokens, fewer than the {rows} rows of a request; widen it")
+    prepared: Tensor = torch.ops.specops.trtllm_prepare(seq_lens, tree_mask, rows, capacity)
+    return prepared
+
+
+def _fake_prepare(seq_lens: Tensor, tree_mask: Tensor | None, rows: int, capacity: int) -> Tensor:
+    """``[B * (1 + rows * ceil(rows / 32))]`` int32."""
+    return seq_lens.new_empty(seq_lens.shape[0] * (1 + rows * _words(rows)), dtype=torch.int32)
+
+
+def _prepare_cuda(seq_lens: Tensor, tree_mask: Tensor | None, rows: int, capacity: int) -> Tensor:
+    from specops.ops import mask_kernels
+
+    return mask_kernels.prepare_rows(seq_lens, tree_mask, rows, capacity)
+
+
+def _prepare(seq_lens: Tensor, tree_mask: Tensor | None, rows: int, capacity: int) -> Tensor:
+    """The same in plain torch."""
+    batch, words, device = seq_lens.shape[0], _words(rows), seq_lens.device
+    shown = torch.where(seq_lens > 0, seq_lens.clamp(max=capacity).clamp(min=rows), 0)
+    key = torch.arange(32 * words, device=device)
+    column = key - (seq_lens - shown)[:, None]
+    if tree_mask is None:
+        seen = column[:, None] <= torch.arange(rows, device=device)[:, None]
+    else:
+        index = column.clamp(0, rows - 1).long()[:, None].expand(-1, rows, -1)
+        seen = tree_mask.view(batch, rows, rows).gather(2, index) | (column < 0)[:, None]
+    seen = seen & (key < rows) & (column < rows)[:, None]
+    bits = seen.view(batch, rows, words, 32).long() << torch.arange(32, device=device)
+    # int32 wraps the last bit into the sign, which is the same bit pattern.
+    return torch.cat((shown, bits.sum(-1).to(torch.int32).reshape(-1)))
+
+
+def _unpacked(prepared: Tensor, batch: int, rows: int) -> tuple[Tensor, Tensor | None]:
+    """``[B]`` int32 lengths and ``[B, q, words]`` uint16 mask; no mask for a single row."""
+    expected = batch * (1 + rows * _words(rows))
+    if prepared.shape != (expected,) or prepared.dtype != torch.int32:
+        raise ValueError(
+            f"trtllm's plan is the result of specops.ops.trtllm_mha.prepare for {batch} requests of {rows} rows, "
+            f"[{expected}] int32; got {list(prepared.shape)} {prepared.dtype}"
+        )
+    lens, mask = prepared[:batch], prepared[batch:]
+    return lens, mask.view(torch.uint16).view(batch, rows, -1) if rows > 1 else None
+
+
+def _words(rows: int) -> int:
+    return -(-rows // 32)
+
+
+contracts.define(
+    "trtllm_prepare",
+    "(Tensor seq_lens, Tensor? tree_mask, SymInt rows, SymInt capacity) -> Tensor",
+    _fake_prepare,
+    {"CPU": _prepare, "CUDA": _prepare_cuda},
+)
 
 
 @functools.lru_cache(maxsize=64)
 def is_xqa(device: torch.device) -> bool:
     """Whether the XQA kernel serves ``device``, and not TRT-LLM-gen."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10
-
-
-def _packed_tree(tree_mask: Tensor) -> Tensor:
-    if tree_mask.device.type != "cuda":
-        return flashinfer_common.pack_mask(tree_mask)
-    from specops.ops import mask_kernels
-
-    return mask_kernels.pack_rows(tree_mask)
 
 
 def _output(q: Tensor, zeroed: bool = False) -> Tensor:

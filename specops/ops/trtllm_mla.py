@@ -69,12 +69,12 @@ def decode_arguments(
         xqa: for the XQA kernel, else for TRT-LLM-gen.
     """
     width, latent_dim = layout.tokens_per_request, q_latent.shape[2]
+    page_size = kv_cache.shape[1]
     if xqa and width > 1:
-        page_table, seq_lens = flashinfer_common.rows_as_requests(page_table, seq_lens, width)
+        page_table, seq_lens = flashinfer_common.rows_as_requests(page_table, seq_lens, width, page_size)
         width = 1
     query = torch.cat((q_latent, q_rope), dim=2)
     query = query.view(-1, width, *query.shape[1:])
-    page_size = kv_cache.shape[1]
     missing = -page_table.shape[1] % max(TABLE_TOKENS // page_size, 1)
     if missing:
         page_table = torch.nn.functional.pad(page_table, (0, missing))

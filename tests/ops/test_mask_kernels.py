@@ -18,8 +18,8 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 tl = pytest.importorskip("triton.language", reason="the kernels are written in Triton")
 
-from specops.ops import mask_kernels as kernels
-from specops.testing.cases import random_tree_mask
+from specops.ops import mask_kernels as kernels  # noqa: E402
+from specops.testing.cases import random_tree_mask  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 # Triton is interpreted only if the variable was set when it was imported, which another test file may have done before.
@@ -38,24 +38,26 @@ def test_in_a_fresh_process() -> None:
 
 
 @runnable
-@pytest.mark.parametrize("width", [1, 6, 16, 31, 32, 33, 70])
-def test_packed_rows(width: int) -> None:
-    mask = torch.rand((5, width)) < 0.5
-    packed = kernels.pack_rows(mask.to(DEVICE)).cpu()
-    assert packed.dtype == torch.uint16
-    for row, words in enumerate(packed.view(torch.int16).tolist()):
-        for column in range(16 * len(words)):
-            expected = column < width and bool(mask[row, column])
-            assert bool((words[column // 16] & 0xFFFF) >> (column % 16) & 1) == expected
-
-
-@runnable
-def test_packed_rows_of_a_strided_mask() -> None:
-    mask = (torch.rand((6, 12)) < 0.5).to(DEVICE)
-    strided = mask.t()
-    assert torch.equal(
-        kernels.pack_rows(strided).view(torch.int16), kernels.pack_rows(strided.contiguous()).view(torch.int16)
-    )
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("rows", [1, 6, 32, 33])
+def test_prepared_rows(rows: int, tree: bool) -> None:
+    """Lengths inside, below and behind a table of 96 tokens; bit j of a row is the key at ``shown - rows + j``."""
+    lens = (90, 0, 3, 120)
+    trees = random_tree_mask(len(lens), rows, rows, seed=2)
+    on_device = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    strided = trees.t().contiguous().t().to(DEVICE)
+    prepared = kernels.prepare_rows(on_device, strided if tree else None, rows, 96).cpu()
+    words = -(-rows // 32)
+    mask = prepared[len(lens) :].view(len(lens), rows, words).tolist()
+    for request, seq_len in enumerate(lens):
+        shown = max(min(seq_len, 96), rows) if seq_len > 0 else 0
+        assert int(prepared[request]) == shown
+        for row in range(rows):
+            bits = trees[request * rows + row].tolist() if tree else [column <= row for column in range(rows)]
+            for bit in range(32 * words):
+                column = shown - rows + bit - (seq_len - rows)
+                sees = bit < rows and (column < 0 or (column < rows and bits[column]))
+                assert bool((mask[request][row][bit // 32] & 0xFFFFFFFF) >> (bit % 32) & 1) == sees
 
 
 @runnable

@@ -13,10 +13,11 @@ import vendor_fakes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specops import QueryLayout, ops
+from specops import QueryLayout
 from specops.ops import flashinfer_common, trtllm_mha
 from specops.ops.backends import get_backend
-from specops.testing.cases import AttentionCase, make_mha_case
+from specops.testing.cases import AttentionCase, make_mha_case, random_tree_mask
+from specops.testing.oracle import assert_close_to_oracle
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,10 @@ def run(case: AttentionCase) -> torch.Tensor:
 CASES: dict[str, dict[str, Any]] = {
     "one row": {"query_lens": 1},
     "verify": {"query_lens": 6, "seq_lens": (40, 6, 17)},
-    "padded requests": {"query_lens": 4, "seq_lens": (33, 0, 0)},
+    "padded and short requests": {"query_lens": 4, "seq_lens": (33, 0, 0, 3, 1)},
+    "short requests under a tree": {"query_lens": 6, "tree_width": 6, "seq_lens": (5, 1, 0)},
+    "lengths behind the page table": {"query_lens": 4, "seq_lens": (66, 70, 20), "table_columns": 4},
+    "tree behind the page table": {"query_lens": 6, "tree_width": 6, "seq_lens": (66, 70, 20), "table_columns": 4},
     "thirty-two rows": {"query_lens": 32, "seq_lens": (40, 32)},
     "window, one row": {"window": 7},
     "window": {"query_lens": 5, "seq_lens": (30, 5, 8), "window": 3},
@@ -52,19 +56,12 @@ def test_what_xqa_is_told_is_the_oracle(name: str) -> None:
     case = make_mha_case(**{"page_size": 16, "dtype": torch.float16, **CASES[name]})
     out = run(case)
     assert out.is_contiguous()
-    from specops.testing.oracle import assert_close_to_oracle
-
     assert_close_to_oracle(out, case.oracle())
 
 
 def arguments(**options: Any) -> dict[str, Any]:
     case = make_mha_case(**{"page_size": 16, "dtype": torch.float16, "query_lens": 4, "seq_lens": (20, 9), **options})
     return trtllm_mha.xqa_arguments(*case.args(), **case.kwargs())
-
-
-def test_causal_mask_is_built_once_and_tree_masks_are_not_cached() -> None:
-    assert arguments()["mask"].data_ptr() == arguments(seed=1)["mask"].data_ptr()
-    assert arguments(tree_width=4)["mask"].data_ptr() != arguments(tree_width=4)["mask"].data_ptr()
 
 
 def test_layers_share_one_workspace_that_was_zeroed_once() -> None:
@@ -99,38 +96,69 @@ def test_a_sink_is_always_given_and_changes_nothing_where_there_is_none() -> Non
     assert torch.isinf(torch.exp(sinks - torch.tensor(-1.0e5))).all()
 
 
-@given(width=st.integers(1, 70), rows=st.integers(1, 5), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=40)
-def test_packed_mask_equals_a_loop_over_bits(width: int, rows: int, seed: int) -> None:
-    mask = torch.rand((rows, width), generator=torch.Generator().manual_seed(seed)) < 0.5
-    packed = flashinfer_common.pack_mask(mask)
-    halves = 2 * ((width + 31) // 32)
-    assert packed.dtype == torch.uint16
-    assert packed.shape == (rows, halves)
-    for row in range(rows):
-        for half in range(halves):
-            word = 0
-            for bit in range(16):
-                column = 16 * half + bit
-                if column < width and bool(mask[row, column]):
-                    word |= 1 << bit
-            assert int(packed[row, half].item()) == word
+def words(prepared: torch.Tensor, batch: int, rows: int) -> list[list[list[int]]]:
+    """Unsigned 32-bit words of each row's mask."""
+    mask = prepared[batch:].view(batch, rows, -1)
+    return [[[word & 0xFFFFFFFF for word in row] for row in request] for request in mask.tolist()]
 
 
-def test_causal_mask_words() -> None:
-    mask = flashinfer_common.causal_mask(2, 18, torch.device("cpu"))
-    words = [[int(word) for word in row] for row in mask[1].view(torch.int16).tolist()]
-    assert mask.shape == (2, 18, 2)
-    assert [word & 0xFFFF for word in words[0]] == [0b1, 0]
-    assert [word & 0xFFFF for word in words[15]] == [0xFFFF, 0]
-    assert [word & 0xFFFF for word in words[17]] == [0xFFFF, 0b11]
+@given(
+    lens=st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    rows=st.integers(1, 40),
+    columns=st.integers(3, 5),
+    tree=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=60)
+def test_prepared_mask_equals_a_loop_over_bits(lens: list[int], rows: int, columns: int, tree: bool, seed: int) -> None:
+    """Bit j of a row says whether it sees the key at ``shown - rows + j``, shown being the length that XQA is told."""
+    trees = random_tree_mask(len(lens), rows, rows, seed)
+    table, layout = torch.zeros((len(lens), columns), dtype=torch.int32), QueryLayout.uniform(rows)
+    prepared = trtllm_mha.prepare(torch.tensor(lens, dtype=torch.int32), table, layout, 16, trees if tree else None)
+    masks = words(prepared, len(lens), rows)
+    for request, seq_len in enumerate(lens):
+        shown = max(min(seq_len, 16 * columns), rows) if seq_len > 0 else 0
+        assert int(prepared[request]) == shown
+        for row in range(rows):
+            bits = trees[request * rows + row].tolist() if tree else [column <= row for column in range(rows)]
+            for bit in range(32 * len(masks[request][row])):
+                column = shown - rows + bit - (seq_len - rows)
+                sees = bit < rows and (column < 0 or (column < rows and bits[column]))
+                assert bool(masks[request][row][bit // 32] >> (bit % 32) & 1) == sees
 
 
-def test_larger_batch_than_the_cached_mask() -> None:
-    small = flashinfer_common.causal_mask(3, 2, torch.device("cpu"))
-    large = flashinfer_common.causal_mask(flashinfer_common.MASK_REQUESTS + 1, 2, torch.device("cpu"))
-    assert large.shape[0] == flashinfer_common.MASK_REQUESTS + 1
-    assert torch.equal(large[-1].view(torch.int16), small[0].view(torch.int16))
+def test_causal_words() -> None:
+    lens, table = torch.tensor([50], dtype=torch.int32), torch.zeros((1, 8), dtype=torch.int32)
+    prepared = trtllm_mha.prepare(lens, table, QueryLayout.uniform(34), 16)
+    (mask,) = words(prepared, 1, 34)
+    assert prepared.shape == (1 + 34 * 2,)
+    assert mask[0] == [0b1, 0]
+    assert mask[31] == [0xFFFFFFFF, 0]
+    assert mask[33] == [0xFFFFFFFF, 0b11]
+
+
+def test_layers_may_share_what_was_prepared() -> None:
+    case = make_mha_case(page_size=16, dtype=torch.float16, query_lens=4, seq_lens=(20, 9), tree_width=4)
+    tensors, mask = case.tensors, case.options["tree_mask"]
+    prepared = trtllm_mha.prepare(tensors["seq_lens"], tensors["page_table"], case.layout, 16, mask)
+    assert_close_to_oracle(trtllm_mha.mha(*case.args(), **case.kwargs(), plan=prepared), case.oracle())
+    given_mask = trtllm_mha.xqa_arguments(*case.args(), **case.kwargs(), plan=prepared)["mask"]
+    assert given_mask.untyped_storage().data_ptr() == prepared.untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match=r"prepare for 2 requests of 4 rows, \[10\] int32; got \[9\]"):
+        trtllm_mha.mha(*case.args(), **case.kwargs(), plan=prepared[1:])
+
+
+def test_a_page_table_shorter_than_the_rows_is_refused() -> None:
+    lens, table = torch.tensor([50], dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+    with pytest.raises(ValueError, match="holds 16 tokens, fewer than the 20 rows"):
+        trtllm_mha.prepare(lens, table, QueryLayout.uniform(20), 16)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_prepare_is_a_torch_op(tree: bool) -> None:
+    lens = torch.tensor([20, 0, 3], dtype=torch.int32)
+    mask = random_tree_mask(3, 4, 4, 0) if tree else None
+    torch.library.opcheck(torch.ops.specops.trtllm_prepare.default, (lens, mask, 4, 64))
 
 
 def test_caches_with_different_strides_are_refused() -> None:
@@ -147,12 +175,6 @@ def test_strides_that_are_no_multiple_of_the_head_are_refused() -> None:
         wide = torch.zeros((*cache.shape[:3], 72), dtype=cache.dtype)
         case.tensors[name] = wide[..., :64]
     with pytest.raises(ValueError, match="XQA counts cache strides in heads of 64 values"):
-        run(case)
-
-
-def test_a_request_shorter_than_its_rows_is_refused_in_checked_mode() -> None:
-    case = make_mha_case(page_size=16, dtype=torch.float16, query_lens=4, seq_lens=(9, 3))
-    with ops.checked(), pytest.raises(ValueError, match="request 1 has 3 keys for 4 rows"):
         run(case)
 
 

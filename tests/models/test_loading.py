@@ -210,3 +210,77 @@ def test_absent_smollm2_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_directory_without_tokenizer_is_refused(saved: Path) -> None:
     with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):
         load_tokenizer(saved)
+
+
+class StubTokenizers:
+    """Stands for AutoTokenizer: counts conversions, and its kept form is one file that must say "whole"."""
+
+    def __init__(self) -> None:
+        self.conversions = 0
+
+    def from_pretrained(self, path: Path, gguf_file: str | None = None, local_files_only: bool = False) -> StubTokenizers:
+        assert local_files_only
+        if gguf_file is not None:
+            assert (path / gguf_file).is_file()
+            self.conversions += 1
+        elif (path / "tokenizer.json").read_text() != "whole":
+            raise RuntimeError("damaged")
+        return self
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("whole")
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "vocabulary.gguf"
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def kept_copies(vocabulary: Path) -> list[Path]:
+    return list((vocabulary.parent / "cache" / "specops" / "tokenizers").iterdir())
+
+
+def test_converted_tokenizer_is_kept_until_its_file_changes(vocabulary: Path) -> None:
+    stub = StubTokenizers()
+    for _ in range(3):
+        assert loading._gguf_tokenizer(vocabulary, stub) is stub
+    assert stub.conversions == len(kept_copies(vocabulary)) == 1
+    vocabulary.write_bytes(b"GGUF, longer")
+    for _ in range(2):
+        loading._gguf_tokenizer(vocabulary, stub)
+    assert stub.conversions == len(kept_copies(vocabulary)) == 2
+
+
+def test_damaged_tokenizer_copy_is_made_again(vocabulary: Path) -> None:
+    stub = StubTokenizers()
+    loading._gguf_tokenizer(vocabulary, stub)
+    (copy,) = kept_copies(vocabulary)
+    (copy / "tokenizer.json").write_text("half")
+    for _ in range(2):
+        loading._gguf_tokenizer(vocabulary, stub)
+    assert stub.conversions == 2
+    assert kept_copies(vocabulary) == [copy]
+
+
+def test_tokenizer_loads_without_a_place_to_keep_it(vocabulary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(vocabulary))
+    stub = StubTokenizers()
+    assert loading._gguf_tokenizer(vocabulary, stub) is stub
+
+
+def test_another_process_may_keep_it_first(vocabulary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubTokenizers()
+    save = StubTokenizers.save_pretrained
+
+    def slow_save(self: StubTokenizers, folder: Path) -> None:
+        save(self, folder)
+        other = loading._cache_folder() / f"{vocabulary.stem}-{loading._fingerprint(vocabulary)}"
+        other.mkdir()
+        save(self, other)
+
+    monkeypatch.setattr(StubTokenizers, "save_pretrained", slow_save)
+    assert loading._gguf_tokenizer(vocabulary, stub) is stub
+    assert [copy.name.startswith(".draft") for copy in kept_copies(vocabulary)] == [False]

@@ -102,24 +102,27 @@ class Capabilities:
 
     def why_not(self, request: AttentionRequest) -> list[str]:
         """Reasons, in words, why a backend with these capabilities can't serve ``request``; empty when it can."""
-        sets = (self, *self.also)
-        on_device = [limits for limits in sets if not limits.device_reasons(request)]
-        if not on_device:
-            return self._wholedevice_reasons(request, sets) + self.missing_packages()
+        device_reasons = self.device_reasons(request)
+        if device_reasons:
+            return device_reasons + self.missing_packages()
+        on_device = [limits for limits in (self, *self.also) if not limits._own_device_reasons(request)]
         found = [limits._own_reasons(request) for limits in on_device]
         in_layout = [reasons for limits, reasons in zip(on_device, found, strict=True) if request.layout in limits.layouts]
         return min(in_layout or found, key=len)
 
-    def _wholedevice_reasons(self, request: AttentionRequest, sets: tuple[Capabilities, ...]) -> list[str]:
-        """The device's reason; with several sets one sentence that names the compute capabilities of all of them."""
-        allowed = [pair for limits in sets for pair in limits.compute_capabilities or ()]
+    def device_reasons(self, request: AttentionRequest) -> list[str]:
+        """Why the device alone rules every set of limits out; empty when one set admits it."""
+        sets = (self, *self.also)
+        reasons = [limits._own_device_reasons(request) for limits in sets]
+        if not all(reasons):
+            return []
         if not self.also or request.device_type not in self.device_types or request.compute_capability is None:
-            return self.device_reasons(request)
-        capabilities = _join(_dotted(pair) for pair in dict.fromkeys(allowed))
-        return [f"compute capability {_dotted(request.compute_capability)} (it runs on {capabilities})"]
+            return reasons[0]
+        allowed = dict.fromkeys(pair for limits in sets for pair in limits.compute_capabilities or ())
+        return [f"compute capability {_dotted(request.compute_capability)} (it runs on {_join(map(_dotted, allowed))})"]
 
     def _own_reasons(self, request: AttentionRequest) -> list[str]:
-        reasons = [*self.device_reasons(request), *self._dtype_reasons(request), *self._shape_reasons(request)]
+        reasons = [*self._dtype_reasons(request), *self._shape_reasons(request)]
         if request.layout not in self.layouts:
             reasons.append(f"{request.layout} layout (it takes {_join(self.layouts)})")
         missing = [feature for feature in request.features if feature not in self.features]
@@ -142,7 +145,7 @@ class Capabilities:
         how = f": pip install 'specops[{self.extra}]'" if self.extra else ""
         return [f"package {_join(absent)} is not installed{how}"]
 
-    def device_reasons(self, request: AttentionRequest) -> list[str]:
+    def _own_device_reasons(self, request: AttentionRequest) -> list[str]:
         if request.device_type in self.interpreted_on:
             if os.environ.get("TRITON_INTERPRET") == "1":
                 return []

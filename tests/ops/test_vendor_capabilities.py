@@ -225,3 +225,13 @@ def test_a_further_set_of_limits_serves_what_the_first_does_not() -> None:
     assert both.why_not(asked) == []
     assert both.why_not(dataclasses.replace(asked, head_dim=64, value_dim=64)) == ["head dim 64 (it takes 32)"]
     assert both.why_not(dataclasses.replace(HOPPER, head_dim=64, value_dim=64, page_size=16)) == []
+
+
+def test_inventory_sees_every_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specops.ops import inventory
+
+    for capability, available in (((9, 0), True), ((10, 3), True), ((12, 0), True), ((8, 0), False)):
+        monkeypatch.setattr(inventory, "compute_capability", lambda device, found=capability: found)
+        (trtllm,) = (i for i in inventory.inventory("cuda") if (i.name, i.family) == ("trtllm", "mha"))
+        assert trtllm.available == available
+    assert trtllm.reason == "compute capability 8.0 (it runs on 9.0, 12.x, 10.0, 10.3)"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import multiprocessing
 import os
 import re
 import subprocess
@@ -100,22 +101,27 @@ def compiled(call: Callable[[], Any], arch: int = 90) -> list[Compiled]:
     return [_report(kernel) for kernel in kernels]
 
 
-def compile_all(calls: list[Callable[[], Any]], workers: int, arch: int = 90) -> list[str]:
-    """Compile every call into the disk cache; returns one message per call, empty when it compiled."""
-    context = __import__("multiprocessing").get_context("fork")
+def compile_all(calls: list[Callable[[], Any]], workers: int, arch: int = 90) -> list[list[Compiled] | str]:
+    """Compile every call into the disk cache, each in one of ``workers`` processes. Call it before CUDA is in use.
+
+    Returns:
+        For each call its reports, or the error as a string.
+    """
+    context = multiprocessing.get_context("fork")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         return list(pool.map(_compile_quietly, [(call, arch) for call in calls]))
 
 
-def _compile_quietly(job: tuple[Callable[[], Any], int]) -> str:
+def _compile_quietly(job: tuple[Callable[[], Any], int]) -> list[Compiled] | str:
     torch.set_num_threads(1)
-    kernels: list[Any] = []
+    # ptxas prints whole programs when one does not fit; the error that is returned says enough.
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
     try:
-        with _compile_only(job[1], kernels):
-            job[0]()
+        return compiled(*job)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
 
 
 def _report(kernel: Any) -> Compiled:

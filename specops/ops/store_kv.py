@@ -50,6 +50,8 @@ def store_kv(
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if rows.dim() != 3 or rows.shape[1:] != cache.shape[2:]:
             raise ValueError(f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {tuple(rows.shape)}")
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"k has {k.shape[0]} rows and v {v.shape[0]}; they must be equal")
     _check_slots(slots, k.shape[0])
     torch.ops.specops.store_kv(k_cache, v_cache, k, v, slots, k_scale, v_scale)
 

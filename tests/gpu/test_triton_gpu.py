@@ -1,0 +1,179 @@
+"""What only a GPU can show of the Triton kernels: graphs, streams, real sizes, addresses beyond 2^31.
+
+    python -m pytest -q -m gpu tests/gpu/test_triton_gpu.py
+
+The shape and feature grid of ``tests/ops/test_triton_*.py`` runs compiled where there is a GPU; run it there too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specops import ops
+from specops.layout import QueryLayout
+from specops.ops import triton_common
+from specops.ops.triton_common import Tiling
+from specops.ops.triton_mha import mha
+from specops.testing import assert_close_to_oracle, make_mha_case, make_mla_case, oracle_mha
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("inline_merge", [True, False])
+@pytest.mark.parametrize("query_len", [4, 8])
+def test_bf16_of_serving_size(query_len, inline_merge) -> None:
+    tiling = Tiling(4 * query_len, 64, 4, 3, 2, inline_merge=inline_merge)
+    case = make_mha_case(
+        seq_lens=(4096, 700, 64, 8, 0, 1300),
+        query_lens=query_len,
+        page_size=64,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    assert_close_to_oracle(mha(*case.args(), **case.kwargs(), tiling=tiling, split=True), case.oracle())
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_mla_bf16_of_serving_size(num_heads) -> None:
+    make_mla_case(
+        seq_lens=(2100, 64, 0, 5),
+        query_lens=4,
+        page_size=64,
+        num_heads=num_heads,
+        latent_dim=512,
+        rope_dim=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+    ).check("triton")
+
+
+def test_a_replay_follows_lengths_down_and_up() -> None:
+    """One captured call, lengths and page contents changed between replays, output poisoned in between."""
+    lengths = [(300, 17, 4, 129), (4, 5, 6, 7), (500, 500, 500, 500), (0, 64, 0, 333), (300, 17, 4, 129)]
+    cases = [
+        make_mha_case(seq_lens=lens, query_lens=4, page_size=16, dtype=torch.float16, device="cuda", seed=i)
+        for i, lens in enumerate(lengths)
+    ]
+    pages = max(case.tensors["k_cache"].shape[0] for case in cases)
+    columns = max(case.tensors["page_table"].shape[1] for case in cases)
+    static = {
+        "q": torch.zeros_like(cases[0].tensors["q"]),
+        "k_cache": torch.zeros((pages, 16, 2, 64), dtype=torch.float16, device="cuda"),
+        "v_cache": torch.zeros((pages, 16, 2, 64), dtype=torch.float16, device="cuda"),
+        "page_table": torch.zeros((4, columns), dtype=torch.int32, device="cuda"),
+        "seq_lens": torch.zeros(4, dtype=torch.int32, device="cuda"),
+    }
+
+    def call() -> torch.Tensor:
+        return ops.mha(*static.values(), layout=cases[0].layout, scale=cases[0].scale, backend="triton")
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for case in cases:
+        for name, tensor in static.items():
+            given = case.tensors[name]
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            else:
+                tensor.zero_()
+            tensor[tuple(slice(0, size) for size in given.shape)] = given
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_close_to_oracle(out, case.oracle())
+
+
+def test_two_graphs_replayed_at_once_do_not_share_counters() -> None:
+    """Split units are merged by counters; each captured call has its own, so replays on two streams can't mix."""
+    cases = [
+        make_mha_case(seq_lens=(3000, 2000), query_lens=4, page_size=64, dtype=torch.float16, device="cuda", seed=seed)
+        for seed in (1, 2)
+    ]
+    graphs, outs = [], []
+    for case in cases:
+        case.run("triton")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append(case.run("triton"))
+        graphs.append(graph)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for case, out in zip(cases, outs, strict=True):
+        assert_close_to_oracle(out, case.oracle())
+
+
+def test_eager_calls_on_two_streams_at_once() -> None:
+    case = make_mha_case(seq_lens=(3000, 2000), query_lens=4, page_size=64, dtype=torch.float16, device="cuda")
+    wanted = case.run("triton")
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(case.run("triton"))
+    torch.cuda.synchronize()
+    assert all(torch.allclose(out, wanted, rtol=2e-3, atol=2e-3) for out in outs)
+
+
+def test_counters_are_zero_after_a_call() -> None:
+    make_mha_case(seq_lens=(3000, 2000), query_lens=4, page_size=64, dtype=torch.float16, device="cuda").run("triton")
+    counters = triton_common.merge_counters(torch.device("cuda", torch.cuda.current_device()), 4)
+    assert not counters.any()
+
+
+def test_reduce_overhead_keeps_its_graphs() -> None:
+    """The counters are no part of inductor's graph pool, and calls under its warm-up leave nothing behind in it."""
+    case = make_mha_case(seq_lens=(900, 70), query_lens=4, page_size=64, dtype=torch.float16, device="cuda")
+
+    def step(q, k, v, table, lens):
+        return ops.mha(q * 1, k, v, table, lens, layout=QueryLayout.uniform(4), scale=case.scale, backend="triton") * 1
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    wanted = case.oracle()
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close_to_oracle(compiled(*case.args()).clone(), wanted)
+
+
+def test_pages_beyond_two_to_the_31_elements() -> None:
+    """F36: the last page of a pool whose element offsets do not fit 32 bits, in a one-byte dtype."""
+    pages, page_size, heads, dim = 140_000, 16, 8, 128
+    k = torch.zeros((pages, page_size, heads, dim), dtype=torch.float8_e4m3fn, device="cuda")
+    v = torch.zeros_like(k)
+    generator = torch.Generator("cuda").manual_seed(3)
+    rows = torch.randn((page_size, heads, dim), device="cuda", generator=generator)
+    slots = torch.arange((pages - 1) * page_size, pages * page_size, device="cuda")
+    ops.store_kv(k, v, rows, rows * 2, slots)
+    assert torch.equal(k[-1].float(), rows.to(torch.float8_e4m3fn).float())
+    table = torch.tensor([[pages - 1]], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([page_size], dtype=torch.int32, device="cuda")
+    q = torch.randn((1, 8, dim), device="cuda", dtype=torch.float16, generator=generator)
+    out = ops.mha(q, k, v, table, lens, layout=QueryLayout.uniform(1), backend="triton")
+    small = torch.zeros_like(table)
+    assert_close_to_oracle(out, oracle_mha(q, k[-1:], v[-1:], small, lens, layout=QueryLayout.uniform(1)))
+
+
+def test_stores_and_moves_on_the_gpu_use_the_fused_kernels_and_agree_with_the_generic_form() -> None:
+    from specops.ops import store_kv as generic
+
+    k, v = torch.randn((9, 8, 128), device="cuda"), torch.randn((9, 8, 64), device="cuda")
+    slots = torch.tensor([3, -1, 70, 5, 200, -1, 9, 10, 11], device="cuda")
+    caches = [(torch.zeros((16, 16, 8, 128), device="cuda"), torch.zeros((16, 16, 8, 64), device="cuda")) for _ in range(2)]
+    ops.store_kv(*caches[0], k, v, slots)
+    generic._store_kv(*caches[1], k, v, slots)
+    source, target = torch.tensor([70, 9, -1, 10], device="cuda"), torch.tensor([9, 10, 12, 11], device="cuda")
+    ops.move_kv(*caches[0], source, target)
+    generic._move_kv(*caches[1], source, target)
+    for fused, plain in zip(caches[0], caches[1], strict=True):
+        assert torch.equal(fused, plain)

@@ -70,6 +70,11 @@ def test_prefill_decode_blocks_and_trees_equal_transformers(name: str) -> None:
     check_against_peer(model, peer)
 
 
+def test_fast_cpu_backend_gives_the_same_logits() -> None:
+    peer = make_peer("v3_yarn_bias")
+    check_against_peer(load_target(peer), peer)
+
+
 def test_saved_directory_loads_to_the_same_model(tmp_path: Path) -> None:
     peer = make_peer("v3_yarn_bias")
     peer.save_pretrained(tmp_path)

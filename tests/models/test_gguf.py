@@ -5,6 +5,7 @@ Run alone: pytest tests/models/test_gguf.py
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,35 @@ def test_missing_and_unknown_tensors_are_named(small: Path) -> None:
         ValueError, match=r"lacks model\.layers\.1\.mlp\.gate_proj\.weight and has unexpected blk\.1\.ffn_rate\.weight"
     ):
         load_target(small)
+
+
+def test_common_formats_need_no_gguf_package(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    load_target(small)
+    path = small.with_name("k_quant.gguf")
+    monkeypatch.undo()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 210), dtype=np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q6_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"token_embd\.weight has ggml type 14, which needs the gguf package"):
+        load_target(path)
+
+
+def test_metadata_that_a_model_needs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
+    writer.add_block_count(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"lacks the metadata llama\.context_length, llama\.embedding_length"):
+        load_target(path)
 
 
 def test_vocabulary_is_not_read_with_the_weights(small: Path) -> None:

@@ -104,7 +104,7 @@ def test_graph_holds_attention_ops_and_no_python_state() -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph_of_the_forward_equals_eager() -> None:
-    model = load_target(make_peer("llama"), device="cuda")
+    model = load_target(make_peer("llama_wide_head"), device="cuda")
     model.allocate_caches(17, PAGE)
     width = len(TREE)
     step = block_step(model, width, tree=False)

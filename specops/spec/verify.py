@@ -145,18 +145,6 @@ def verify_fields(config: SpecConfig, max_pages: int) -> FieldTable:
     )
 
 
-def decode_fields(max_pages: int) -> FieldTable:
-    """Field table of :class:`DecodeStep`."""
-    return FieldTable(
-        (
-            Field("tokens", "token", (), torch.int64),
-            Field("seq_lens", "request", (), torch.int32),
-            Field("page_table", "request", (max_pages,), torch.int32),
-        ),
-        1,
-    )
-
-
 def _fit(rows: Tensor, width: int) -> Tensor:
     """``[B, width]``: columns behind the path are zero; a path is never longer than ``width``."""
     return nn.functional.pad(rows, (0, width - rows.shape[1])) if rows.shape[1] < width else rows[:, :width]

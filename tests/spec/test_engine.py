@@ -62,9 +62,12 @@ def test_plain_decoding_gives_the_ids_of_transformers(world: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("draft", ["shadow", "untrained", "reduced"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_speculative_ids_equal_those_of_transformers(world: dict[str, Any], draft: str, shape: str) -> None:
-    run = engine(world, draft, SHAPES[shape])
+@pytest.mark.parametrize("split", [False, True], ids=["one graph", "split"])
+def test_speculative_ids_equal_those_of_transformers(world: dict[str, Any], draft: str, shape: str, split: bool) -> None:
+    config = SHAPES[shape]
+    run = engine(world, draft, config, split=split)
     requests = run.generate(PROMPTS, max_new_tokens=COUNT)
+    assert set(run.runners) >= ({"draft", "verify"} if split or config.draft_extend == "v1" else {"round"})
     assert [r.tokens for r in requests] == world["expected"]
     assert all(1 <= n <= SHAPES[shape].max_accept_len for r in requests for n in r.accept_lens)
     if draft == "shadow":
@@ -175,7 +178,7 @@ def test_f58_caches_hold_what_a_fresh_pass_over_the_answer_gives(world: dict[str
     request = run.add(PROMPTS[0], max_new_tokens=40)
     for _ in range(7):
         run.step()
-    committed = int(run._seq_lens[0])
+    committed = int(run.state.seq_lens[0])
     tokens = request.prompt + request.tokens
     assert max(request.accept_lens) > 1
     pages = run.pages.tensor()[0, : -(-committed // 4)].long()
@@ -201,9 +204,10 @@ def test_packed_and_uniform_extend_leave_the_same_state(world: dict[str, Any]) -
     for _ in range(5):
         for run in runs:
             run.step()
-        torch.testing.assert_close(runs[0]._logits, runs[1]._logits, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(runs[0]._hidden, runs[1]._hidden, rtol=1e-4, atol=1e-4)
-        assert torch.equal(runs[0]._seq_lens, runs[1]._seq_lens)
+        packed, uniform = (run.state for run in runs)
+        torch.testing.assert_close(packed.next_token_logits[:3], uniform.next_token_logits[:3], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(packed.hidden_states[:3], uniform.hidden_states[:3], rtol=1e-4, atol=1e-4)
+        assert torch.equal(packed.seq_lens, uniform.seq_lens)
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen3", "Qwen2"])
@@ -216,8 +220,8 @@ def test_other_targets_windows_and_norms(kind: str) -> None:
     assert run.stats.accepted_per_round > 1.2
 
 
-def test_profile_and_stats_add_up(world: dict[str, Any]) -> None:
-    run = engine(world, "shadow", SpecConfig(3), profile=True)
+def test_stats_of_a_split_round_add_up(world: dict[str, Any]) -> None:
+    run = engine(world, "shadow", SpecConfig(3), split=True)
     requests = run.generate(PROMPTS, max_new_tokens=COUNT)
     assert run.stats.rounds == sum(len(r.accept_lens) for r in requests)
     assert run.stats.emitted == sum(sum(r.accept_lens) for r in requests)

@@ -1,0 +1,133 @@
+"""A whole round as one step: draft, verify and draft-extend over state that lives on the device.
+
+The state of every request is a row of :class:`RoundState`; a round takes row numbers and nothing else, so a replay stages a
+few integers, copies no logits or hidden states, and returns one small tensor for the host to read. Padding uses a spare
+row whose ``seq_len`` is always 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from specops.batch import Field, FieldTable
+from specops.compile.draft_extend import DraftExtendStep
+from specops.spec.draft import DraftStep
+from specops.spec.verify import DecodeStep, VerifyStep
+
+
+class RoundState(nn.Module):
+    """Per-request state between rounds, as buffers with fixed addresses.
+
+    Args:
+        page_table: ``[R + 1, max_pages]`` int32, the device mirror of the page table; its last row stays 0.
+        draft_vocab, hidden_size: widths of the draft's logits and hidden states; None for plain decoding.
+        dtype: dtype of both.
+
+    Attributes:
+        seq_lens: ``[R + 1]`` int32, committed keys.
+        root_tokens: ``[R + 1]`` int64, the last token the target chose; its key is not in the cache yet.
+        next_token_logits, hidden_states: ``[R + 1, ...]``, what the last draft-extend left.
+    """
+
+    page_table: Tensor
+    seq_lens: Tensor
+    root_tokens: Tensor
+    next_token_logits: Tensor
+    hidden_states: Tensor
+
+    def __init__(self, page_table: Tensor, draft_vocab: int | None, hidden_size: int | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        rows, device = page_table.shape[0], page_table.device
+        self.register_buffer("page_table", page_table, persistent=False)
+        self.register_buffer("seq_lens", torch.zeros(rows, dtype=torch.int32, device=device), persistent=False)
+        self.register_buffer("root_tokens", torch.zeros(rows, dtype=torch.int64, device=device), persistent=False)
+        for name, width in (("next_token_logits", draft_vocab), ("hidden_states", hidden_size)):
+            if width is not None:
+                self.register_buffer(name, torch.zeros((rows, width), dtype=dtype, device=device), persistent=False)
+
+    @property
+    def spare_row(self) -> int:
+        return self.seq_lens.shape[0] - 1
+
+    def join(self, rows: Tensor, lens: Tensor, roots: Tensor, logits: Tensor | None, hidden: Tensor | None) -> None:
+        """Write the state of requests after prefill."""
+        self.seq_lens[rows] = lens
+        self.root_tokens[rows] = roots
+        if logits is not None and hidden is not None:
+            self.next_token_logits[rows] = logits
+            self.hidden_states[rows] = hidden
+
+    def advance(self, rows: Tensor, committed: Tensor, accept_lens: Tensor, roots: Tensor) -> None:
+        """Commit what a round accepted; the spare row stays empty."""
+        self.seq_lens.index_put_((rows,), torch.where(committed > 0, committed + accept_lens, 0))
+        self.root_tokens.index_put_((rows,), roots)
+
+
+class RoundStep(nn.Module):
+    """Draft, verify and draft-extend V2, back to back."""
+
+    def __init__(self, draft: DraftStep, verify: VerifyStep, extend: DraftExtendStep, state: RoundState) -> None:
+        super().__init__()
+        self.draft, self.verify, self.extend, self.state = draft, verify, extend, state
+        self.width = extend.tokens_per_request
+
+    def forward(self, rows: Tensor) -> tuple[Tensor]:
+        """
+        Args:
+            rows: ``[B]`` int64 rows of the state.
+
+        Returns:
+            ``[B, 1 + 2 n]`` int32 for the host: see :func:`pack`.
+        """
+        state, width = self.state, self.width
+        table, committed = state.page_table[rows], state.seq_lens[rows]
+        tokens, parents, depths, mask = self.draft(
+            state.root_tokens[rows], state.next_token_logits[rows], state.hidden_states[rows], committed, table
+        )
+        lens = torch.where(committed > 0, committed + width, 0)
+        accept_lens, accept_tokens, hidden, gaps = self.verify(
+            tokens, parents, depths, mask.reshape(-1, width, width), lens, table
+        )
+        logits, carried = self.extend(accept_tokens, hidden.reshape(-1, width, hidden.shape[1]), lens, accept_lens, table)
+        state.next_token_logits.index_put_((rows,), logits)
+        state.hidden_states.index_put_((rows,), carried)
+        roots = accept_tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0]
+        state.advance(rows, committed, accept_lens, roots)
+        return (pack(accept_lens, accept_tokens, gaps),)
+
+
+class DecodeRound(nn.Module):
+    """One step of plain decoding over the same state."""
+
+    def __init__(self, decode: DecodeStep, state: RoundState) -> None:
+        super().__init__()
+        self.decode, self.state = decode, state
+
+    def forward(self, rows: Tensor) -> tuple[Tensor]:
+        """As :class:`RoundStep`, with ``n = 1``."""
+        state = self.state
+        committed = state.seq_lens[rows]
+        lens = torch.where(committed > 0, committed + 1, 0)
+        tokens, gaps = self.decode(state.root_tokens[rows][:, None], lens, state.page_table[rows])
+        ones = torch.ones_like(committed)
+        state.advance(rows, committed, ones, tokens)
+        return (pack(ones, tokens[:, None], gaps[:, None]),)
+
+
+def round_fields(spare_row: int) -> FieldTable:
+    """The one field of a round: rows, padded with the spare one."""
+    return FieldTable((Field("rows", "request", (), torch.int64, pad=spare_row),), 1)
+
+
+def pack(accept_lens: Tensor, tokens: Tensor, gaps: Tensor) -> Tensor:
+    """``[B, 1 + 2 n]`` int32: length, tokens, and the bits of the gaps. One copy to the host instead of three."""
+    return torch.cat((accept_lens[:, None], tokens.to(torch.int32), gaps.float().view(torch.int32)), dim=1)
+
+
+def unpack(packed: Tensor) -> tuple[list[int], list[list[int]], list[list[float]]]:
+    """Lengths, tokens and gaps of a packed result, on the host."""
+    host = packed.cpu()
+    width = (host.shape[1] - 1) // 2
+    gaps = host[:, 1 + width :].contiguous().view(torch.float32)
+    return host[:, 0].tolist(), host[:, 1 : 1 + width].tolist(), gaps.tolist()

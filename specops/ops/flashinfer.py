@@ -210,13 +210,13 @@ class PlannedMha(_PlannedWrapper):
         super().__init__(wrapper_type(**arguments), plan.device)
         # Else the wrapper takes the rows of the first step for the most there will ever be.
         self.wrapper._max_total_num_rows = plan.num_rows
-        self.key, self.num_requests = key, plan.num_requests
+        self.key, self.num_requests, self.indices = key, plan.num_requests, plan.page_indices
         self.mask: Tensor | None = arguments.get("custom_mask_buf")
         self._takes_width = "uniform_q_len" in inspect.signature(wrapper_type.plan).parameters
 
     def schedule(self, step: HostStep) -> None:
         self._stage()
-        arguments = mha_plan_arguments(step, self.key)
+        arguments = mha_plan_arguments(step, self.key, self.indices)
         if self._takes_width and step.uniform_width is not None:
             arguments["uniform_q_len"] = step.uniform_width
         self.wrapper.plan(**arguments)
@@ -275,7 +275,7 @@ def mha_wrapper_arguments(plan: Plan, key: MhaKey) -> dict[str, Any]:
         "use_cuda_graph": True,
         "qo_indptr_buf": int32(batch + 1),
         "paged_kv_indptr_buf": int32(batch + 1),
-        "paged_kv_indices_buf": plan.page_indices,
+        "paged_kv_indices_buf": int32(batch * plan.max_pages),
         "paged_kv_last_page_len_buf": int32(batch),
         "backend": variant,
     }
@@ -289,16 +289,18 @@ def mha_wrapper_arguments(plan: Plan, key: MhaKey) -> dict[str, Any]:
     return arguments
 
 
-def mha_plan_arguments(step: HostStep, key: MhaKey) -> dict[str, Any]:
+def mha_plan_arguments(step: HostStep, key: MhaKey, indices: Tensor) -> dict[str, Any]:
     """Arguments of ``BatchPrefillWithPagedKVCacheWrapper.plan``.
 
-    The page indices are in the wrapper's buffer already, so none are passed.
+    Args:
+        step, key: what to plan.
+        indices: the plan's ``page_indices``; the wrapper copies the live ones into its own buffer.
     """
     width = step.uniform_width
     return {
         "qo_indptr": step.query_start,
         "paged_kv_indptr": step.page_start,
-        "paged_kv_indices": step.page_start[:0],
+        "paged_kv_indices": indices[: int(step.page_start[-1])],
         "paged_kv_last_page_len": step.last_page_lens,
         "num_qo_heads": key.num_heads,
         "num_kv_heads": key.num_kv_heads,
@@ -327,7 +329,7 @@ def mla_wrapper_arguments(plan: Plan) -> dict[str, Any]:
         "use_cuda_graph": True,
         "qo_indptr": int32(batch + 1),
         "kv_indptr": int32(batch + 1),
-        "kv_indices": plan.page_indices,
+        "kv_indices": int32(batch * plan.max_pages),
         "kv_len_arr": int32(batch),
         "backend": plan.backend.removeprefix("flashinfer_"),
     }
@@ -338,7 +340,7 @@ def mla_plan_arguments(step: HostStep, key: MlaKey, indices: Tensor) -> dict[str
     return {
         "qo_indptr": step.query_start,
         "kv_indptr": step.page_start,
-        "kv_indices": indices[:0],
+        "kv_indices": indices[: int(step.page_start[-1])],
         "kv_len_arr": step.seq_lens,
         "num_heads": key.num_heads,
         "head_dim_ckv": key.latent_dim,

@@ -91,7 +91,10 @@ class Plan:
         self.max_pages, self.page_size, self.device = max_pages, page_size, device
         self.stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         self.step: HostStep | None = None
+        # An update schedules every known kernel, or each only when it is asked for.
+        self.lazy = False
         self._planned: dict[Hashable, Planned] = {}
+        self._current: set[Hashable] = set()
 
         def buffers() -> tuple[Tensor, Tensor, Tensor]:
             return (
@@ -150,8 +153,10 @@ class Plan:
             self.page_size,
             None if layout.query_start is not None else layout.max_query_len,
         )
-        for planned in self._planned.values():
-            planned.schedule(self.step)
+        self._current.clear()
+        if not self.lazy:
+            for key in self._planned:
+                self._schedule(key)
 
     def kernel(self, key: Hashable, make: Callable[[Plan], Planned]) -> Any:
         """The planned kernel of ``key``; made and scheduled for the current step when it is asked for first.
@@ -159,9 +164,8 @@ class Plan:
         Raises:
             RuntimeError: if the plan was never updated, or the kernel is new within a capture.
         """
-        found = self._planned.get(key)
-        if found is not None:
-            return found
+        if key in self._current:
+            return self._planned[key]
         if self.step is None:
             raise RuntimeError("the plan was never updated: call plan.update(page_table, seq_lens, layout) before each step")
         if flashinfer_common.is_capturing(self.device):
@@ -169,9 +173,10 @@ class Plan:
                 "this kernel has not run with this plan yet, and it can't be planned within a capture; "
                 "run the step once eagerly before capturing it"
             )
-        found = self._planned[key] = flashinfer_common.outside_graph_pools(lambda: make(self), self.device)
-        found.schedule(self.step)
-        return found
+        if key not in self._planned:
+            self._planned[key] = flashinfer_common.outside_graph_pools(lambda: make(self), self.device)
+        self._schedule(key)
+        return self._planned[key]
 
     def serves(self, page_table: Tensor, num_rows: int, page_size: int) -> None:
         """Check that an op's call is what the plan was made for.
@@ -186,6 +191,11 @@ class Plan:
                 f"the plan was made for {self.num_requests} requests, {self.num_rows} rows and pages of {self.page_size}; "
                 f"the call has {asked[0]} requests, {num_rows} rows and pages of {page_size}. Make one plan per batch size"
             )
+
+    def _schedule(self, key: Hashable) -> None:
+        assert self.step is not None
+        self._planned[key].schedule(self.step)
+        self._current.add(key)
 
     def _check(self, page_table: Tensor, layout: QueryLayout) -> None:
         if page_table.shape[0] != self.num_requests or page_table.shape[1] > self.max_pages:
@@ -311,6 +321,7 @@ def _plan_inline(
     plan = _inline.pop(key, None)
     if plan is None:
         plan = make_plan(backend, family, page_table, layout, page_size=page_size, num_rows=num_rows)
+        plan.lazy = True
     _inline[key] = plan
     while len(_inline) > KEPT_INLINE_PLANS:
         _inline.popitem(last=False)

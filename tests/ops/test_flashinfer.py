@@ -217,6 +217,17 @@ def test_handles_look_alike_and_are_static_inputs() -> None:
     assert first._dynamo_static_input_type == "unguarded"
 
 
+def test_without_a_plan_only_the_kernel_of_the_call_is_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduled = []
+    schedule = flashinfer.PlannedMha.schedule
+    monkeypatch.setattr(
+        flashinfer.PlannedMha, "schedule", lambda self, step: scheduled.append(self.key.window) or schedule(self, step)
+    )
+    for window in (None, 3, None):
+        check(flashinfer.fa2_mha, make_mha_case(dtype=torch.float16, window=window))
+    assert scheduled == [None, 3, None]
+
+
 def test_inline_plans_are_bounded() -> None:
     for batch in range(1, planning.KEPT_INLINE_PLANS + 4):
         check(flashinfer.fa3_mha, make_mha_case(dtype=torch.float16, seq_lens=[5] * batch))

@@ -85,7 +85,7 @@ def flashinfer_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
         for options in ({}, {"window": 5}, {"softcap": 4.0}, {"sinks": True}, {"masked": True}):
             key = flashinfer.MhaKey(torch.bfloat16, torch.bfloat16, 8, 2, 64, 0.125, **options)
             yield f"{PREFILL}.__init__", (None,), flashinfer.mha_wrapper_arguments(plan, key)
-            yield f"{PREFILL}.plan", (None,), flashinfer.mha_plan_arguments(plan.step, key)
+            yield f"{PREFILL}.plan", (None,), flashinfer.mha_plan_arguments(plan.step, key, plan.page_indices)
             sinks = (torch.zeros(8), 0.125) if key.sinks else ()
             caches = (case.tensors["k_cache"], case.tensors["v_cache"])
             yield f"{PREFILL}.run", (None, case.tensors["q"], caches, *sinks), {"out": case.tensors["q"]}

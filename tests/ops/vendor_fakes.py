@@ -103,8 +103,6 @@ def xqa_decode(
 class PagedPrefillWrapper:
     """``BatchPrefillWithPagedKVCacheWrapper`` in CUDA graph mode, 0.6.13."""
 
-    launches: int = 0
-
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -148,7 +146,10 @@ class PagedPrefillWrapper:
         max_token_per_sequence: int | None = None,
     ) -> None:
         assert qo_indptr.device.type == "cpu"
-        assert len(paged_kv_indices) == 0
+        assert len(paged_kv_indices) == int(paged_kv_indptr[-1])
+        assert self.indices is not None
+        assert self.indices.data_ptr() != paged_kv_indices.data_ptr()
+        self.indices[: len(paged_kv_indices)] = paged_kv_indices
         assert self._max_total_num_rows is not None
         assert int(qo_indptr[-1]) <= self._max_total_num_rows
         for buffer, value in zip(self.buffers, (qo_indptr, paged_kv_indptr, paged_kv_last_page_len), strict=True):
@@ -224,7 +225,10 @@ class PagedMlaWrapper:
         kv_data_type: torch.dtype,
     ) -> None:
         assert causal
-        assert len(kv_indices) == 0
+        assert len(kv_indices) == int(kv_indptr[-1])
+        assert self.indices is not None
+        assert self.indices.data_ptr() != kv_indices.data_ptr()
+        self.indices[: len(kv_indices)] = kv_indices
         for buffer, value in zip(self.buffers, (qo_indptr, kv_indptr, kv_len_arr), strict=True):
             assert buffer is not None
             buffer.copy_(value)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specops.layout import QueryLayout
+from specops.ops import triton_common
 
 # All KV sets of a measurement together hold at least this much: several times the L2 cache of an H200 (60 MB).
 ROTATED_BYTES = 400e6
@@ -60,7 +61,7 @@ class Row:
         return [min(kv, self.window + self.query_len - 1) for kv in self.lens]
 
 
-# The rows of the MHA table, then a window, its control, and ragged lengths.
+# The rows of the MHA table, then a window and its control, ragged lengths, features, and a call that is all overhead.
 MHA_ROWS = [
     Row("1x4x4096", 1, 4, 4096),
     Row("1x4x32768", 1, 4, 32768),
@@ -74,6 +75,7 @@ MHA_ROWS = [
     Row("ragged", 32, 4, (32768, *[512] * 31)),
     Row("tree", 32, 4, 4096, tree=True),
     Row("sinks", 32, 4, 4096, sinks=True),
+    Row("tiny", 1, 4, 64),
 ]
 MLA_ROWS = [
     Row(f"{heads}h_{batch}x4x4096", batch, 4, 4096, num_heads=heads, num_kv_heads=1, head_dim=576)
@@ -173,7 +175,15 @@ def graph_us(calls: list[Callable[[], Any]], *, replays: int = 20, budget_ms: fl
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / (rounds * len(calls)))
+    del graph
+    triton_common.release_counters()
     return statistics.median(times)
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of a sum over 2 GB, which writes nothing."""
+    source = torch.randn(1 << 29, device="cuda")
+    return source.numel() * 4 / graph_us([lambda: source.sum()]) * 1e6
 
 
 def copy_bandwidth() -> float:

@@ -50,7 +50,7 @@ def mha_candidates(row: Row) -> list[Tiling]:
     found += [Tiling(m, n, w, s, 0, swap=True) for n, w, s in swapped]
     found += [Tiling(m, 64, 4, 3, 0, max_registers=168), Tiling(m, 64, 4, 2, 0, max_registers=128)]
     found += [Tiling(m, 64, 4, 3, 0, swap=True, max_registers=128)]
-    if row.name in ("window", "window_control", "ragged", "tree", "sinks"):
+    if row.name in ("window", "window_control", "ragged", "tree", "sinks", "tiny"):
         return [found[i] for i in (3, 8, 9, 12, 16, 17)]
     return found
 
@@ -202,7 +202,9 @@ def main() -> None:
         return
 
     bandwidth = common.copy_bandwidth()
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 product {common.matrix_rate() / 1e12:.0f} TFLOP/s", flush=True)
+    read = common.read_bandwidth()
+    rate = common.matrix_rate()
+    print(f"copy {bandwidth / 1e12:.2f}, read {read / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s", flush=True)
     everything: list[Result] = []
     lines = []
     for index, (row, mla) in enumerate(rows):
@@ -218,11 +220,11 @@ def main() -> None:
         everything += sweep.results
         floor = sweep.inputs.kv_bytes / bandwidth * 1e6
         lines.append(f"{row.name}: floor {floor:.1f} us, {len(sweep.results)} measured")
-        lines += [f"   {r.us:8.1f} us  err {r.error:.1e}  {short(r.tiling)}" for r in sweep.best(6)]
+        lines += [f"   {r.us:8.1f} us  err {r.error:.1e}  {short(r.tiling)}" for r in sweep.best(4)]
         families: dict[Any, Result] = {}
         for r in sweep.best(len(sweep.results)):
             families.setdefault((r.tiling.swap, r.tiling.block_n, r.tiling.inline_merge), r)
-        lines += ["   also: " + "; ".join(f"{r.us:.1f} {short(r.tiling)}" for r in list(families.values())[1:7])]
+        lines += ["   also: " + "; ".join(f"{r.us:.1f} {short(r.tiling)}" for r in list(families.values())[1:6])]
         print(f"  {row.name} done at {time.monotonic() - began:.0f} s", flush=True)
         del sweep
         torch.cuda.empty_cache()

@@ -126,6 +126,13 @@ def merge_counters(device: torch.device, count: int) -> Tensor:
         return held
 
 
+def release_counters() -> None:
+    """Forget all counters, for programs that capture endlessly many graphs. No graph with a call in it may be alive."""
+    with _counter_lock:
+        _arenas.clear()
+        _stream_counters.clear()
+
+
 def _allocate_apart(device: torch.device, count: int) -> Tensor:
     """Zeros that belong to no memory pool of the caller: a warm-up inside a graph pool must not own what outlives it."""
     made: list[Tensor] = []

@@ -92,7 +92,7 @@ def _store_row(
         if TO_FP8:
             values = values.to(tl.float32)
             if scale is not None:
-                values = values / tl.load(scale)
+                values = tl.div_rn(values, tl.zeros(values.shape, tl.float32) + tl.load(scale))
             # 448 is the largest e4m3 number; NaN stays NaN.
             values = tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         where = target + head.to(tl.int64)[:, None] * stride_th + d[None, :]

@@ -125,13 +125,13 @@ def train(args: argparse.Namespace, model: Any) -> None:
     covered = data.coverage(*held_out, kept.cpu())
     log(f"draft vocabulary: {size} of {model.config.vocab_size} tokens, {covered:.2%} of held-out answer tokens")
     head = new_head(args, model, kept)
-    initialize(head, model.norm.weight, args.seed)
     begun = time.perf_counter()
     bank = fill_bank(target, ids, greedy, head.config.aux_layers, compile=gpu and args.compile)
     if gpu:
         torch.cuda.synchronize()
     took = time.perf_counter() - begun
     log(f"hidden states of {ids.numel() / 1e6:.1f}M tokens in {took:.1f} s ({ids.numel() / took / 1e3:.0f}k tokens/s)")
+    initialize(head, bank, args.seed)
     settings = TrainSettings(
         steps=args.steps,
         seconds=args.seconds,

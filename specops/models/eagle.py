@@ -44,7 +44,8 @@ class EagleConfig:
         draft_vocab_size: tokens the head can propose; below ``vocab_size`` it needs a ``d2t`` map.
         target_hidden_size: width of one hidden state of the target.
         aux_layers: format ``eagle3``: the target's residual streams it reads, each named by how many layers have run.
-        norm_inputs: format ``eagle``: RMSNorm on the embedding and on the hidden state before ``fc``.
+        norm_inputs: RMSNorm on what ``fc`` reads: for ``eagle`` the embedding and the hidden state, for ``eagle3`` each
+            of the target's streams, whose scales differ a hundredfold (published heads lack it).
         input_norm: format ``eagle``: the first layer's norm before attention (published heads lack it).
         final_norm: RMSNorm before the LM head; the carried state is the one before it.
         fc_bias, attention_bias: biases of ``fc`` and of the q/k/v projection.
@@ -239,9 +240,10 @@ class EagleHead(nn.Module):
             self.layers = nn.ModuleList(DecoderLayer(layer_config, index) for index in range(config.num_layers))
             if not config.input_norm:
                 cast(DecoderLayer, self.layers[0]).input_norm = nn.Identity()  # type: ignore[assignment]
-        inputs = config.norm_inputs and config.format == "eagle"
-        self.embed_norm = RMSNorm(size, eps) if inputs else None
-        self.hidden_norm = RMSNorm(config.target_hidden_size, eps) if inputs else None
+        eagle = config.format == "eagle"
+        streams = (config.target_hidden_size,) if eagle else (len(config.aux_layers), config.target_hidden_size)
+        self.embed_norm = RMSNorm(size, eps) if config.norm_inputs and eagle else None
+        self.hidden_norm = RMSNorm(streams, eps) if config.norm_inputs else None
         self.norm = RMSNorm(size, eps) if config.final_norm else None
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         self.register_buffer("d2t", self._checked_map(d2t))
@@ -307,11 +309,17 @@ class EagleHead(nn.Module):
         embedding = self.embed_tokens(input_ids).to(self.fc.weight.dtype)
         hidden = hidden_states.to(self.fc.weight.dtype)
         if self.config.format == "eagle3":
-            is_target_state = hidden.shape[-1] == self.config.hidden_width
-            return embedding, self.fc(hidden) if is_target_state else hidden
+            return embedding, self._fused(hidden) if hidden.shape[-1] == self.config.hidden_width else hidden
         if self.embed_norm is not None and self.hidden_norm is not None:
             embedding, hidden = self.embed_norm(embedding), self.hidden_norm(hidden)
         return None, self.fc(torch.cat((embedding, hidden), dim=-1))
+
+    def _fused(self, streams: Tensor) -> Tensor:
+        """One hidden state of width ``hidden_size`` out of the target's streams side by side."""
+        if self.hidden_norm is not None:
+            apart = streams.view(*streams.shape[:-1], len(self.config.aux_layers), -1)
+            streams = self.hidden_norm(apart).view(streams.shape)
+        return cast(Tensor, self.fc(streams))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[R, draft_vocab_size]`` logits of carried states ``hidden`` ``[R, hidden_size]``."""

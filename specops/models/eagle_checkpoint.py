@@ -163,6 +163,8 @@ def head_pieces(config: EagleConfig) -> dict[str, Piece]:
         pieces.update(layer_pieces(layer, "midlayer.", "layers.0.", input_norm=False))
         pieces["midlayer.input_layernorm.weight"] = Piece("layers.0.embed_norm.weight")
         pieces["midlayer.hidden_norm.weight"] = Piece("layers.0.hidden_norm.weight")
+        if config.norm_inputs:
+            pieces["hidden_norm.weight"] = Piece("hidden_norm.weight")
     else:
         for index in range(config.num_layers):
             norm = index > 0 or config.input_norm

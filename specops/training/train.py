@@ -119,28 +119,48 @@ def fill_bank(
     return Bank(ids, greedy, features, hidden, log_norm)
 
 
-def initialize(head: EagleHead, target_norm: Tensor, seed: int) -> None:
-    """Starting weights: the residual stream begins as the hidden state, and each branch adds little to it."""
+@torch.no_grad()
+def initialize(head: EagleHead, bank: Bank, seed: int) -> None:
+    """Starting weights, some of them from the data.
+
+    Channels of a hidden state differ in scale by orders of magnitude, so the input norms start with the inverse of each
+    channel's scale, and the final norm with the scales of the state to be predicted, small enough for flat first guesses.
+    Each branch adds little to the residual stream, which in format ``eagle`` begins as the hidden state.
+    """
     generator = torch.Generator().manual_seed(seed)
-
-    def normal(weight: Tensor, std: float) -> None:
-        weight.copy_(torch.empty(weight.shape).normal_(0, std, generator=generator))
-
-    with torch.no_grad():
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                normal(module.weight, module.in_features**-0.5)
-                if module.bias is not None:
-                    module.bias.zero_()
-        for layer in cast(Any, head.layers):
-            layer.attn.o.weight.mul_(0.2)
-            layer.mlp.down.weight.mul_(0.2)
-        size = head.config.hidden_size
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            weight = torch.empty(module.weight.shape).normal_(0, module.in_features**-0.5, generator=generator)
+            module.weight.copy_(weight)
+            if module.bias is not None:
+                module.bias.zero_()
+    for layer in cast(Any, head.layers):
+        layer.attn.o.weight.mul_(0.2)
+        layer.mlp.down.weight.mul_(0.2)
+    # Every few tokens, without the first of each row: it is the attention sink, unlike all others.
+    rows = slice(None, None, max(1, bank.ids.shape[0] // 64))
+    ids, features, hidden = (t[rows, 1:].flatten(0, 1) for t in (bank.ids, bank.features, bank.hidden))
+    size, embedded = head.config.hidden_size, _channel_scales(head.embed_tokens(ids.long()))
+    if head.hidden_norm is not None:
+        streams = features.view(features.shape[0], *head.hidden_norm.weight.shape)
+        head.hidden_norm.weight.copy_(1 / _channel_scales(streams))
+    if head.config.format == "eagle":
+        if head.embed_norm is not None:
+            head.embed_norm.weight.copy_(1 / embedded)
+        head.fc.weight[:, :size].mul_(0.5)
         if head.fc.weight.shape[1] == 2 * size:
-            head.fc.weight[:, :size].mul_(0.5)
             head.fc.weight[:, size:].copy_(torch.eye(size))
-        if head.norm is not None and head.norm.weight.shape == target_norm.shape:
-            head.norm.weight.copy_(target_norm)
+    else:
+        cast(Any, head.layers[0]).embed_norm.weight.copy_(1 / embedded)
+    if head.norm is not None and hidden.shape[1] == size:
+        head.norm.weight.copy_(0.3 * hidden.float().square().mean(dim=0).sqrt())
+
+
+def _channel_scales(rows: Tensor) -> Tensor:
+    """Root mean square of each channel of ``[R, ..., C]`` rows brought to unit scale; never so small as to be noise."""
+    wide = rows.float()
+    unit = wide / wide.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-6)
+    return unit.square().mean(dim=0).sqrt().clamp(min=0.02)
 
 
 @torch.no_grad()

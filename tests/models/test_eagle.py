@@ -41,7 +41,7 @@ def make_head(target: CausalLM, format: str = "eagle", draft_vocab: int = DRAFT,
     config = EagleConfig.for_target(TARGET, format=format, draft_vocab_size=draft_vocab, **options)  # type: ignore[arg-type]
     head = EagleHead(config, target.embed_tokens, target.lm_head.weight, d2t=D2T if draft_vocab < VOCAB else None)
     for parameter in head.parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or parameter.shape == (3, 48):
             parameter.data.uniform_(0.5, 1.5)
     head.allocate_caches(num_pages=16, page_size=4)
     head.set_backend("reference")
@@ -50,6 +50,16 @@ def make_head(target: CausalLM, format: str = "eagle", draft_vocab: int = DRAFT,
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def entered(head: EagleHead, hidden: Tensor) -> Tensor:
+    """An eagle3 head's residual stream, float64, from the target's streams ``[L, 3 * 48]``."""
+    h = hidden.double()
+    if head.config.norm_inputs:
+        weights = head.hidden_norm.weight.double()  # type: ignore[union-attr]
+        parts = [rms(part, weights[n], head.config.rms_norm_eps) for n, part in enumerate(h.chunk(3, dim=1))]
+        h = torch.cat(parts, dim=1)
+    return h @ head.fc.weight.double().T
 
 
 def plain_head(head: EagleHead, ids: Tensor, hidden: Tensor, first_position: int = 0) -> tuple[Tensor, Tensor]:
@@ -62,7 +72,7 @@ def plain_head(head: EagleHead, ids: Tensor, hidden: Tensor, first_position: int
     e, h = head.embed_tokens.weight.double()[ids], hidden.double()
     fc = head.fc.weight.double()
     if config.format == "eagle3":
-        x = h @ fc.T if h.shape[1] == config.hidden_width else h
+        x = entered(head, h) if h.shape[1] == config.hidden_width else h
         read = torch.cat((rms(e, layer.embed_norm.weight, eps), rms(x, layer.hidden_norm.weight, eps)), dim=1)
     else:
         if config.norm_inputs:
@@ -112,6 +122,7 @@ VARIANTS = [
     pytest.param("eagle", {}, id="eagle"),
     pytest.param("eagle", {"norm_inputs": False, "input_norm": False, "final_norm": False}, id="eagle-published"),
     pytest.param("eagle3", {}, id="eagle3"),
+    pytest.param("eagle3", {"norm_inputs": False}, id="eagle3-published"),
 ]
 
 
@@ -134,7 +145,7 @@ def test_drafting_carries_the_state_before_the_norm(format: str, options: dict[s
     # Rows of the formula: the prefix as it enters the layer, then one row a step.
     rows = hidden.double()
     if format == "eagle3":
-        rows = rows @ head.fc.weight.double().T
+        rows = entered(head, rows)
     for step in range(3):
         rows = torch.cat((rows, state.double()))
         state = paged(head, ids[6 + step : 7 + step], state, 7 + step)

@@ -87,6 +87,7 @@ def edit(directory: Path, config: dict[str, Any] | None = None, **weights: Tenso
         ("eagle", {"norm_inputs": False, "input_norm": False, "final_norm": False, "fc_bias": True}),
         ("eagle", {"own_embedding": True, "attention_bias": True}),
         ("eagle3", {}),
+        ("eagle3", {"norm_inputs": False}),
         ("eagle3", {"own_lm_head": True}),
     ],
 )

@@ -6,6 +6,7 @@ OMP_NUM_THREADS=1 pytest tests/training/test_training.py
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,6 @@ def make_head(target: CausalLM, kept: Tensor | None = None, format: str = "eagle
     config = EagleConfig.for_target(CONFIG, format=format, draft_vocab_size=size)  # type: ignore[arg-type]
     d2t = None if kept is None else data.d2t_of(kept)
     head = EagleHead(config, target.embed_tokens, target.lm_head.weight, d2t=d2t)
-    initialize(head, target.norm.weight, seed=3)
     return head
 
 
@@ -275,6 +275,7 @@ def make_trainer(settings: TrainSettings, format: str = "eagle") -> Trainer:
     kept = data.draft_vocabulary(ids, greedy, VOCAB, 24)
     head = make_head(target, kept, format)
     bank = fill_bank(DenseTarget.of(target), ids, greedy, head.config.aux_layers)
+    initialize(head, bank, seed=3)
     lines: list[str] = []
     draft_ids = data.draft_ids_of(kept, VOCAB)
     return Trainer(head, bank, draft_ids, head.lm_head_weight, settings, log=lines.append)
@@ -293,6 +294,27 @@ def test_training_lowers_the_loss_and_raises_acceptance(format: str) -> None:
         after, better = trainer._forward(0)
     assert after < 0.8 * before
     assert better[0, 0] > guesses[0, 0]
+
+
+@pytest.mark.parametrize("format", ["eagle", "eagle3"])
+@torch.no_grad()
+def test_initial_state_is_even_and_guesses_are_flat(format: str) -> None:
+    """One channel of the target's state is a hundred times the others; the head starts as if it were not."""
+    target = make_target()
+    ids, greedy = some_data(target)
+    config = EagleConfig.for_target(CONFIG, format=format)  # type: ignore[arg-type]
+    head = EagleHead(config, target.embed_tokens, target.lm_head.weight)
+    bank = fill_bank(DenseTarget.of(target), ids, greedy, config.aux_layers)
+    bank = replace(bank, features=bank.features.clone())
+    bank.features[..., 5] *= 100
+    initialize(head, bank, seed=3)
+    _, x = head.inputs(ids[:, 2:].long(), bank.features[:, 1:-1])
+    scales = x.square().mean(dim=(0, 1)).sqrt()
+    assert scales.max() < 4 * scales.median()
+    logits = head.compute_logits(UnrolledHead(head).step(ids[:, 2:].long(), bank.features[:, 1:-1]))
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean().item()
+    certain = target.compute_logits(bank.hidden)
+    assert entropy > max(0.6 * math.log(VOCAB), 2 * torch.distributions.Categorical(logits=certain).entropy().mean().item())
 
 
 def test_training_leaves_the_target_alone() -> None:
@@ -428,8 +450,6 @@ def test_acceptance_is_conditional() -> None:
 
 
 def test_targets_the_dense_forward_cannot_serve_are_refused() -> None:
-    from dataclasses import replace
-
     config = replace(CONFIG, layer_windows=(8, None, None), qk_norm=True)
     with pytest.raises(ValueError, match="a sliding window, head norms"):
         DenseTarget.of(CausalLM(config))
@@ -460,6 +480,7 @@ def test_compiled_loss_equals_eager() -> None:
         kept = data.draft_vocabulary(ids.cpu(), greedy.cpu(), VOCAB, 24).cuda()
         head = make_head(target, kept).cuda()
         bank = fill_bank(DenseTarget.of(target), ids, greedy, compile=compile)
+        initialize(head, bank, seed=3)
         draft_ids = data.draft_ids_of(kept, VOCAB)
         trainer = Trainer(head, bank, draft_ids, head.lm_head_weight, SETTINGS, compile=compile, log=lambda line: None)
         loss, counts = trainer._forward(0)

@@ -151,7 +151,10 @@ class Sweep:
         return result
 
     def run(self, candidates: list[tuple[Tiling, int]]) -> None:
+        sweep_until = time.monotonic() + 0.75 * (self.deadline - time.monotonic())
         for tiling, fit in candidates:
+            if time.monotonic() > sweep_until:
+                break
             for programs in sorted({1, 2, fit, 2 * fit} if self.row.batch <= 8 else {fit, 2 * fit, 4 * fit}):
                 self.measure(replace(tiling, programs_per_sm=programs))
         for best in self.best(3):

@@ -2,6 +2,7 @@
 
 from specops.ops.attention import checked, mha, mla
 from specops.ops.backends import AttentionRequest, Capabilities, UnsupportedAttention, backends, register_backend
+from specops.ops.sampling import verify_sampling
 from specops.ops.store_kv import move_kv, move_latent, store_kv, store_latent
 from specops.ops.tree import build_tree, verify_greedy
 
@@ -20,4 +21,5 @@ __all__ = [
     "store_kv",
     "store_latent",
     "verify_greedy",
+    "verify_sampling",
 ]

@@ -76,6 +76,10 @@ VERIFY_GREEDY_SCHEMA = (
     "(Tensor tokens, Tensor parents, Tensor depths, Tensor target_tokens, int num_steps) "
     "-> (Tensor accept_lens, Tensor accept_index, Tensor accept_tokens)"
 )
+VERIFY_SAMPLING_SCHEMA = (
+    "(Tensor tokens, Tensor parents, Tensor target_probs, Tensor? draft_probs, Tensor accept_uniforms, "
+    "Tensor bonus_uniforms, int num_steps) -> (Tensor accept_lens, Tensor accept_index, Tensor accept_tokens)"
+)
 
 
 def fake_mha(
@@ -175,3 +179,16 @@ def fake_verify_greedy(
         tokens.new_empty((batch, num_steps + 1)),
         tokens.new_empty((batch, num_steps + 1)),
     )
+
+
+def fake_verify_sampling(
+    tokens: Tensor,
+    parents: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor | None,
+    accept_uniforms: Tensor,
+    bonus_uniforms: Tensor,
+    num_steps: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`fake_verify_greedy`."""
+    return fake_verify_greedy(tokens, parents, parents, tokens, num_steps)

@@ -90,13 +90,18 @@ def verify_greedy(
         accept_tokens: ``[B, num_steps + 1]`` int64, the emitted tokens; 0 behind their end.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError, TypeError: shapes or dtypes that do not fit.
     """
     if tokens.dim() != 2 or not tokens.shape == parents.shape == depths.shape == target_tokens.shape:
         raise ValueError(
             "tokens, parents, depths and target_tokens must all be [B, n], got "
             f"{tuple(tokens.shape)}, {tuple(parents.shape)}, {tuple(depths.shape)} and {tuple(target_tokens.shape)}"
         )
+    for name, tensor in (("tokens", tokens), ("parents", parents), ("depths", depths), ("target_tokens", target_tokens)):
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64, got {tensor.dtype}")
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be >= 1, got {num_steps}")
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.specops.verify_greedy(
         tokens, parents, depths, target_tokens, num_steps
     )

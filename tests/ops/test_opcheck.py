@@ -8,6 +8,8 @@ OMP_NUM_THREADS=1 pytest tests/ops/test_opcheck.py
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.library import opcheck
 
-from specops.ops.backends import BUILTIN, Backend, backends
+from specops.ops.backends import BUILTIN, Backend
 from specops.testing import make_mha_case, make_mla_case
 
 FP8 = torch.float8_e4m3fn
@@ -55,7 +57,7 @@ def attention_call(family: str, name: str) -> Call:
 
 def runs_here(backend: Backend) -> bool:
     limits = backend.capabilities
-    return "cpu" in limits.device_types and not limits.missing_packages() and backend.source != "user"
+    return "cpu" in limits.device_types and not limits.missing_packages()
 
 
 ATTENTION = [
@@ -103,6 +105,11 @@ def tree_calls() -> Iterator[tuple[str, str, Call]]:
     chosen = torch.tensor([[3, 5, 6, 7, 8]] * 2)
     yield "verify_greedy", "tree", ((built[0], built[1], built[2], chosen, 2), {})
     yield "verify_greedy", "views", ((built[0].T.contiguous().T, built[1], built[2], chosen.T.contiguous().T, 3), {})
+    probs, uniforms = torch.rand(2, 2, 5, 7).softmax(dim=3), torch.rand(2, 5)
+    yield "verify_sampling", "picked", ((built[0], built[1], probs[0], None, uniforms, uniforms[:, 0], 2), {})
+    yield "verify_sampling", "drawn", ((built[0], built[1], probs[0], probs[1], uniforms, uniforms[:, 0], 2), {})
+    strided = probs[0].transpose(1, 2).contiguous().transpose(1, 2)
+    yield "verify_sampling", "views", ((built[0].T.contiguous().T, built[1], strided, None, uniforms, uniforms[:, 3], 3), {})
 
 
 OTHER = [pytest.param(op, call, id=f"{op}-{name}") for op, name, call in (*store_calls(), *tree_calls())]
@@ -159,12 +166,12 @@ def test_other_ops(name: str, call: Call) -> None:
     check(op, args, kwargs)
 
 
-def test_every_op_of_the_namespace_is_checked_or_cannot_run_here() -> None:
+def test_every_op_of_a_fresh_process_is_checked_here_or_cannot_run_here() -> None:
+    code = "import torch, specops; print(*torch._C._dispatch_get_all_op_names())"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    defined = {name.removeprefix("specops::") for name in names if name.startswith("specops::")}
     checked = {backend.op_name for backend in BUILTIN if runs_here(backend)} | {param.values[0] for param in OTHER}
-    elsewhere = {backend.op_name for backend in backends() if not runs_here(backend)}
-    defined = {
-        name.removeprefix("specops::").split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "specops::" in name
-    }
+    elsewhere = {backend.op_name for backend in BUILTIN if not runs_here(backend)}
     assert defined - elsewhere == checked
 
 

@@ -259,7 +259,8 @@ class Engine:
         started = time.perf_counter()
         index = torch.tensor(joined, device=self.device)
         prompts = [self._active[row].prompt for row in joined]
-        out = prefill(self.target, self.draft, prompts, self.pages.tensor()[index], self.page_size, self.prefill_tokens)
+        table = self.pages.tensor()[index]
+        out = prefill(self.target, self.draft, prompts, table, self.page_size, self.prefill_tokens, self._aux_layers)
         lens = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=self.device)
         self.state.join(index, lens, out.next_tokens, out.next_token_logits, out.hidden_states)
         tokens, margins = out.next_tokens.tolist(), out.margins.tolist()

@@ -24,10 +24,11 @@ from specops.models import load_target, load_tokenizer
 from specops.models.eagle import EagleConfig, EagleHead
 from specops.models.eagle_checkpoint import save_head
 from specops.training import data, evaluate
+from specops.training.bank import fill_bank, initialize
 from specops.training.chat import chat_prompt, chat_script
 from specops.training.dense import DenseTarget
 from specops.training.generate import Generator
-from specops.training.train import Trainer, TrainSettings, fill_bank, initialize
+from specops.training.train import Trainer, TrainSettings
 
 # Held-out prompts, written by hand and never shown to the head in training.
 PROMPTS = (

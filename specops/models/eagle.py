@@ -16,10 +16,7 @@ takes the rows of the LM head that the vocabulary names. Loading and saving is :
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,158 +24,11 @@ from torch import Tensor, nn
 
 from specops.kv_cache import PagedKVCache
 from specops.metadata import AttentionMetadata
-from specops.models.config import ModelConfig, RopeConfig
+from specops.models.eagle_config import EagleConfig
 from specops.models.llama import MLP, Attention, DecoderLayer, RMSNorm
 from specops.models.rotary import Rope, Rotary
 
-FORMATS = ("eagle", "eagle3")
-
-
-@dataclass(frozen=True)
-class EagleConfig:
-    """Shape and options of a draft head.
-
-    Attributes:
-        format: ``"eagle"`` or ``"eagle3"``.
-        vocab_size: the target's vocabulary.
-        draft_vocab_size: tokens the head can propose; below ``vocab_size`` it needs a ``d2t`` map.
-        target_hidden_size: width of one hidden state of the target.
-        aux_layers: format ``eagle3``: the target's residual streams it reads, each named by how many layers have run.
-        norm_inputs: RMSNorm on what ``fc`` reads: for ``eagle`` the embedding and the hidden state, for ``eagle3`` each
-            of the target's streams, whose scales differ a hundredfold (published heads lack it).
-        input_norm: format ``eagle``: the first layer's norm before attention (published heads lack it).
-        final_norm: RMSNorm before the LM head; the carried state is the one before it.
-        fc_bias, attention_bias: biases of ``fc`` and of the q/k/v projection.
-        own_lm_head, own_embedding: the head's file holds its own LM head, or embedding.
-        target: name of the target it was trained for.
-
-    Raises:
-        ValueError: an unknown format, or sizes that contradict each other.
-    """
-
-    format: Literal["eagle", "eagle3"]
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
-    max_position_embeddings: int
-    num_layers: int = 1
-    rms_norm_eps: float = 1e-5
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    aux_layers: tuple[int, ...] = ()
-    norm_inputs: bool = True
-    input_norm: bool = True
-    final_norm: bool = True
-    fc_bias: bool = False
-    attention_bias: bool = False
-    own_lm_head: bool = False
-    own_embedding: bool = False
-    hidden_act: str = "silu"
-    target: str = ""
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"draft_vocab_size must be 1 to vocab_size {self.vocab_size}, got {self.draft_vocab_size}")
-        if self.format == "eagle3" and (not self.aux_layers or self.num_layers != 1 or not self.final_norm):
-            raise ValueError(
-                "an eagle3 head has one layer, a final norm and at least one aux layer; "
-                f"got {self.num_layers} layers, final_norm {self.final_norm}, aux_layers {self.aux_layers}"
-            )
-        if self.format == "eagle" and self.aux_layers:
-            raise ValueError(
-                f"an eagle head reads the target's last hidden state; aux_layers {self.aux_layers} must be empty"
-            )
-
-    @classmethod
-    def for_target(
-        cls,
-        target: ModelConfig,
-        *,
-        format: Literal["eagle", "eagle3"] = "eagle",
-        draft_vocab_size: int | None = None,
-        name: str = "",
-        **options: Any,
-    ) -> EagleConfig:
-        """A head of the target's own layer shape. ``options`` override any field."""
-        third = target.num_layers // 2
-        aux = (min(2, third), third, max(target.num_layers - 3, third)) if format == "eagle3" else ()
-        fields: dict[str, Any] = {
-            "format": format,
-            "hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
-            "num_heads": target.num_heads,
-            "num_kv_heads": target.num_kv_heads,
-            "head_dim": target.head_dim,
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": draft_vocab_size or target.vocab_size,
-            "target_hidden_size": target.hidden_size,
-            "max_position_embeddings": target.max_position_embeddings,
-            "rms_norm_eps": target.rms_norm_eps,
-            "rope": target.rope,
-            "aux_layers": aux,
-            "hidden_act": target.hidden_act,
-            "target": name,
-        }
-        return cls(**{**fields, **options})
-
-    @property
-    def hidden_width(self) -> int:
-        """Width of the target's hidden states as the head takes them: all aux layers side by side for ``eagle3``."""
-        return self.target_hidden_size * max(1, len(self.aux_layers))
-
-    @property
-    def reduced_vocab(self) -> bool:
-        return self.draft_vocab_size < self.vocab_size
-
-    def layer_config(self) -> ModelConfig:
-        """The decoder layers of the head as the model blocks take them."""
-        return ModelConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rms_norm_eps=self.rms_norm_eps,
-            rope=self.rope,
-            attention_bias=self.attention_bias,
-            hidden_act=self.hidden_act,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """As ``config.json`` holds it; defaults included."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> EagleConfig:
-        """The inverse of :meth:`to_dict`.
-
-        Raises:
-            ValueError: a field is unknown or missing; names it.
-        """
-        known = {item.name: item for item in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - set(known))
-        absent = dataclasses.MISSING
-        needed = [name for name, item in known.items() if item.default is absent and item.default_factory is absent]
-        missing = [name for name in needed if name not in fields]
-        if unknown or missing:
-            raise ValueError(f"this is no config of a draft head: unknown fields {unknown}, missing fields {missing}")
-        values = dict(fields)
-        if "rope" in values:
-            rope = dict(values["rope"])
-            if rope.get("freq_factors") is not None:
-                rope["freq_factors"] = tuple(rope["freq_factors"])
-            values["rope"] = RopeConfig(**rope)
-        values["aux_layers"] = tuple(values.get("aux_layers", ()))
-        return cls(**values)
+__all__ = ["EagleConfig", "EagleHead"]
 
 
 class Eagle3Layer(nn.Module):

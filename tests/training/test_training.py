@@ -19,10 +19,11 @@ from specops.models.config import ModelConfig
 from specops.models.eagle import EagleConfig, EagleHead
 from specops.models.llama import CausalLM
 from specops.training import data, evaluate
+from specops.training.bank import fill_bank, initialize, target_chances
 from specops.training.chat import ChatScript
 from specops.training.dense import DenseTarget, UnrolledHead, attend_fused, attend_matmul, prefill
 from specops.training.generate import Generator
-from specops.training.train import Trainer, TrainSettings, fill_bank, initialize, target_chances, unrolled_loss
+from specops.training.train import Trainer, TrainSettings, unrolled_loss
 
 VOCAB, H = 48, 32
 CONFIG = ModelConfig(

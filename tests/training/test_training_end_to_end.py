@@ -13,10 +13,11 @@ from specops.models.eagle import EagleConfig, EagleHead
 from specops.models.llama import CausalLM
 from specops.spec import Engine, SpecConfig
 from specops.training import data, evaluate
+from specops.training.bank import fill_bank, initialize
 from specops.training.chat import ChatScript
 from specops.training.dense import DenseTarget
 from specops.training.generate import Generator
-from specops.training.train import Trainer, TrainSettings, fill_bank, initialize
+from specops.training.train import Trainer, TrainSettings
 
 VOCAB, STEPS, LENGTH = 32, 3, 72
 CONFIG = ModelConfig(

@@ -57,12 +57,13 @@ class PagedKVCache(nn.Module):
         v_scale: float | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        value_dim = head_dim if value_dim is None else value_dim
+        _check_sizes(num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
         if dtype != FP8 and (k_scale is not None or v_scale is not None):
             raise ValueError(f"k_scale and v_scale belong to a float8_e4m3fn cache; this one is {dtype}")
         shape = (num_pages, page_size, num_kv_heads)
         self.register_buffer("k", torch.zeros((*shape, head_dim), dtype=dtype, device=device), persistent=False)
-        self.register_buffer("v", torch.zeros((*shape, value_dim or head_dim), dtype=dtype, device=device), persistent=False)
+        self.register_buffer("v", torch.zeros((*shape, value_dim), dtype=dtype, device=device), persistent=False)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             value = None
             if dtype == FP8:

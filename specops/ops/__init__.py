@@ -1,6 +1,7 @@
 """specops' torch ops, thinly wrapped: arguments are checked and a backend is chosen, then ``torch.ops.specops.*`` runs."""
 
-from specops.ops.attention import checked, mha, mla
+from specops.ops.attention import mha, mla
+from specops.ops.attention_checks import checked
 from specops.ops.backends import AttentionRequest, Capabilities, UnsupportedAttention, backends, register_backend
 from specops.ops.sampling import verify_sampling
 from specops.ops.store_kv import move_kv, move_latent, store_kv, store_latent

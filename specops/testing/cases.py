@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specops import ops
 from specops.layout import QueryLayout
-from specops.ops.attention import last_visible
+from specops.ops.attention_checks import last_visible
 from specops.testing.oracle import assert_close_to_oracle, oracle_mha, oracle_mla
 
 FP8 = torch.float8_e4m3fn

@@ -264,9 +264,17 @@ def _check_common(
     batch, num_tokens = page_table.shape[0], q.shape[0]
     if seq_lens.shape[0] != batch:
         raise ValueError(f"seq_lens has {seq_lens.shape[0]} requests and page_table {batch}; they must be equal")
-    for other in (*queries, *caches, page_table, seq_lens, layout.query_start, sinks, tree_mask):
+    for name, other in (
+        *(("a query", query) for query in queries),
+        *(("a cache", cache) for cache in caches),
+        ("page_table", page_table),
+        ("seq_lens", seq_lens),
+        ("query_start", layout.query_start),
+        ("sinks", sinks),
+        ("tree_mask", tree_mask),
+    ):
         if other is not None and other.device != q.device:
-            raise ValueError(f"all tensors must be on q's device {q.device}; one is on {other.device}")
+            raise ValueError(f"{name} is on {other.device} and q on {q.device}; all tensors must be on one device")
     for tensor in (*queries, *caches):
         if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
             raise ValueError(f"the last dimension of q and caches must be contiguous, got strides {tensor.stride()}")

@@ -88,10 +88,10 @@ def mla_request(device: str) -> AttentionRequest:
 
 @pytest.mark.usefixtures("every_package")
 def test_who_can_serve_a_verify_step_on_which_device() -> None:
-    rows = [f"{'':18}{'mha':52}mla"]
+    rows = [f"{'':18}{'mha':56}mla"]
     for device in DEVICES:
         able = [" ".join(capable_backends(each)) for each in (request(device), mla_request(device))]
-        rows.append(f"{device:18}{able[0]:52}{able[1]}")
+        rows.append(f"{device:18}{able[0]:56}{able[1]}")
     for name, changes in {
         "sm90 packed": {"layout": "packed"},
         "sm90 page 48": {"page_size": 48},
@@ -104,14 +104,14 @@ def test_who_can_serve_a_verify_step_on_which_device() -> None:
     assert_expected_inline(
         "\n".join(row.rstrip() for row in rows),
         """\
-                  mha                                                 mla
-cpu               cpu reference                                       cpu reference
-sm80              triton reference flashinfer_fa2                     triton reference flashinfer_fa2
-sm90              triton trtllm reference flashinfer_fa2 flashinfer_fa3triton reference flashinfer_fa2 flashinfer_fa3
-sm100             triton trtllm reference flashinfer_fa2              triton trtllm tokenspeed reference flashinfer_fa2
-sm120             triton trtllm reference flashinfer_fa2              triton reference flashinfer_fa2
-hip               triton reference                                    triton reference
-musa              reference                                           reference
+                  mha                                                     mla
+cpu               cpu reference                                           cpu reference
+sm80              triton reference flashinfer_fa2                         triton reference flashinfer_fa2
+sm90              triton trtllm reference flashinfer_fa2 flashinfer_fa3   triton reference flashinfer_fa2 flashinfer_fa3
+sm100             triton trtllm reference flashinfer_fa2                  triton trtllm tokenspeed reference flashinfer_fa2
+sm120             triton trtllm reference flashinfer_fa2                  triton reference flashinfer_fa2
+hip               triton reference                                        triton reference
+musa              reference                                               reference
 sm90 packed       triton reference flashinfer_fa2 flashinfer_fa3
 sm90 page 48      triton reference flashinfer_fa2 flashinfer_fa3
 sm90 float32      triton reference

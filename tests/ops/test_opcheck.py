@@ -4,10 +4,12 @@ A fake that differs from its kernel in shape, dtype or stride shows up as garbag
 compared one by one here as well.
 
 OMP_NUM_THREADS=1 pytest tests/ops/test_opcheck.py
+With TRITON_INTERPRET=1 the Triton backends are checked on the CPU as well.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -57,7 +59,8 @@ def attention_call(family: str, name: str) -> Call:
 
 def runs_here(backend: Backend) -> bool:
     limits = backend.capabilities
-    return "cpu" in limits.device_types and not limits.missing_packages()
+    interpreted = "cpu" in limits.interpreted_on and os.environ.get("TRITON_INTERPRET") == "1"
+    return ("cpu" in limits.device_types or interpreted) and not limits.missing_packages()
 
 
 ATTENTION = [

@@ -35,7 +35,8 @@ def _copy_field(
     tl.store(target + at, tl.where(live, value, PAD).to(unit), mask=at < bucket.to(tl.int64) * WORDS)
 
 
-@triton.jit
+# Batch sizes change from call to call: specialising on 1 or on multiples of 16 would compile again.
+@triton.jit(do_not_specialize=["num_rows", "bucket"])
 def _stage(
     s0, t0, s1, t1, s2, t2, s3, t3, s4, t4, s5, t5, s6, t6, s7, t7,
     num_rows, bucket,

@@ -122,7 +122,7 @@ def chat_script(tokenizer: Any, openers: tuple[str, ...] = OPENERS) -> ChatScrip
     """Cut the scripts from a Hugging Face tokenizer's chat template.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one in which a turn does not end with the eos token.
+        ValueError: the tokenizer has no chat template, or one in which turns do not end with one special token.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template; a conversation can't be laid out without one")
@@ -136,11 +136,12 @@ def chat_script(tokenizer: Any, openers: tuple[str, ...] = OPENERS) -> ChatScrip
     def encode(piece: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(piece, add_special_tokens=False))
 
-    end = int(tokenizer.eos_token_id)
+    # Not tokenizer.eos_token_id: GGUF conversions of some transformers releases name another token there.
     pieces = [encode(to_answer), encode(to_user)]
-    if any(piece[:1] != (end,) for piece in pieces):
-        raise ValueError(f"a turn of this template does not end with the eos token {end}: {to_answer!r}, {to_user!r}")
+    end = pieces[0][0]
     special = tuple(sorted(set(tokenizer.all_special_ids) | _added_special(tokenizer)))
+    if end not in special or pieces[1][0] != end:
+        raise ValueError(f"turns of this template do not end with one special token: {to_answer!r}, {to_user!r}")
     first_words = tuple(encode(opener) for opener in openers)
     return ChatScript(
         opening=encode(opening),

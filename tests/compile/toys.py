@@ -18,7 +18,9 @@ def tiny_draft(num_pages: int = 80, device: str = "cpu", dtype: torch.dtype = to
     """An EAGLE head with 8 query and 2 KV heads and caches of ``num_pages`` pages of 4."""
     torch.manual_seed(3)
     config = ModelConfig(VOCAB, HIDDEN, 48, 1, 8, 2, 16, 256, **options)
-    embedding, lm_head = torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    # The head shares these with its target and doesn't move them, so they are made where they are used.
+    embedding = torch.nn.Embedding(VOCAB, HIDDEN).to(device, dtype)
+    lm_head = torch.nn.Linear(HIDDEN, VOCAB, bias=False).to(device, dtype)
     head = EagleHead(EagleConfig.for_target(config), embedding, lm_head.weight)
     head = head.to(device, dtype).eval().requires_grad_(False)
     head.allocate_caches(num_pages, PAGE)

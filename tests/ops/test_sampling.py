@@ -276,3 +276,39 @@ TypeError: target_probs must be torch.float32, got torch.float16
 TypeError: draft_probs must be torch.float32, got torch.float64
 ValueError: num_steps must be >= 1, got 0""",
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_round_of_tree_ops_replays_from_a_cuda_graph_with_other_inputs(drawn: bool) -> None:
+    batch, vocabulary, parent = 3, 50, torch.tensor([[-1, -1, 0, 1, 2, 3, 4, 5]])
+
+    def inputs(seed: int) -> list[Tensor]:
+        rng = torch.Generator().manual_seed(seed)
+        scores = torch.randn(batch, 8, generator=rng).sort(dim=1, descending=True).values
+        tokens = torch.randint(0, vocabulary, (batch, 8), generator=rng)
+        target, draft = (torch.randn(2, batch, 6, vocabulary, generator=rng) * 3).softmax(dim=3)
+        chosen = torch.randint(0, vocabulary, (batch, 6), generator=rng)
+        uniforms = torch.rand(batch, 6, generator=rng), torch.rand(batch, generator=rng)
+        root = torch.randint(0, vocabulary, (batch,), generator=rng)
+        return [root, tokens, scores, parent.repeat(batch, 1), chosen, target, draft, *uniforms]
+
+    def step(*given: Tensor) -> tuple[Tensor, ...]:
+        root, tokens, scores, parents, chosen, target, draft, accept, bonus = given
+        tree = ops.build_tree(root, tokens, scores, parents, num_draft_tokens=6, num_steps=4)
+        greedy = ops.verify_greedy(*tree[:3], chosen, num_steps=4)
+        sampled = ops.verify_sampling(tree[0], tree[1], target, draft if drawn else None, accept, bonus, num_steps=4)
+        return *tree, *greedy, *sampled
+
+    static = [tensor.cuda() for tensor in inputs(0)]
+    step(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(*static)
+    for seed in range(1, 6):
+        fresh = inputs(seed)
+        for buffer, tensor in zip(static, fresh, strict=True):
+            buffer.copy_(tensor)
+        graph.replay()
+        for got, want in zip(captured, step(*fresh), strict=True):
+            assert torch.equal(got.cpu(), want)

@@ -1,0 +1,7 @@
+"""``python -m specops.cli``."""
+
+import sys
+
+from specops.cli import main
+
+sys.exit(main())

@@ -1,0 +1,70 @@
+"""What several commands share: arguments of a decoding run, progress on standard error, tables."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Say = Callable[[str], None]
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which models, where, and the shape of a round."""
+    parser.add_argument("--model", default="smollm2", help="Hugging Face directory, GGUF file, or smollm2 (default)")
+    parser.add_argument(
+        "--draft",
+        default="smollm2-135m",
+        help="directory of a draft head, or one that comes with specops (default: %(default)s)",
+    )
+    parser.add_argument("--num-steps", type=int, default=None, help="levels of the draft tree (default: 3)")
+    parser.add_argument("--topk", type=int, default=1, help="branches per node; 1 drafts a chain (default: %(default)s)")
+    parser.add_argument("--num-draft-tokens", type=int, default=None, help="nodes verified per request, root included")
+    parser.add_argument("--device", default=None, help="cuda or cpu (default: a GPU where there is one)")
+    parser.add_argument("--dtype", default=None, help="float32 or bfloat16 (default: float32 on CPU, bfloat16 on GPU)")
+    parser.add_argument("--backend", default="auto", help="attention backend (default: %(default)s); see specops backends")
+    parser.add_argument(
+        "--mode",
+        default="auto",
+        choices=("auto", "direct", "reduce-overhead", "eager"),
+        help="how steps run (default: %(default)s)",
+    )
+    parser.add_argument("--max-context", type=int, default=None, help="most tokens of a request, prompt included")
+
+
+def config(args: argparse.Namespace) -> Any:
+    """The round's shape as asked for."""
+    from specops.spec import SpecConfig
+
+    return SpecConfig(3 if args.num_steps is None else args.num_steps, args.topk, args.num_draft_tokens)
+
+
+def load_models(args: argparse.Namespace, say: Say, *, plain: bool = False) -> Any:
+    """Target, tokenizer and, unless ``plain``, the draft head that the arguments name."""
+    from specops import demo
+
+    draft = None if plain else args.draft
+    return demo.load_models(args.model, draft, device=args.device, dtype=args.dtype, backend=args.backend, say=say)
+
+
+def progress_printer() -> Say:
+    """Progress goes to standard error, so that standard output stays the answer alone."""
+    started = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Rows in aligned columns; the last column is free."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1])

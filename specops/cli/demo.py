@@ -1,0 +1,66 @@
+"""A real model answers by EAGLE decoding and by plain decoding, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from specops.cli import common
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_model_arguments(parser)
+    parser.add_argument("--prompt", action="append", help="a user turn; may be given several times")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens of an answer (default: %(default)s)")
+    parser.add_argument("--max-requests", type=int, default=1, help="prompts decoded together (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from specops import demo
+
+    say = common.progress_printer()
+    models = common.load_models(args, say)
+    figures = demo.run_demo(
+        models,
+        args.prompt or demo.PROMPTS,
+        config=common.config(args),
+        max_new_tokens=args.max_new_tokens,
+        max_requests=args.max_requests,
+        mode=args.mode,
+        say=say,
+        on_text=None if args.json else common.write,
+    )
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        print("\n")
+        common.print_table(_rows(figures))
+    return 0
+
+
+def _rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
+    divergence = figures["first_divergence"]
+    same = "identical"
+    if divergence is not None:
+        same = (
+            f"first differs in prompt {divergence['prompt'] + 1} at token {divergence['position'] + 1}, "
+            f"gap between the two best logits {divergence['top2_gap']:.4g}"
+        )
+    graphs = [
+        (f"graph of {name}", "captured" if graph["captured"] else f"none: {graph['reason']}")
+        for name, graph in figures["graphs"].items()
+    ]
+    shape = f"{figures['num_steps']} steps, topk {figures['topk']}, {figures['num_draft_tokens']} nodes"
+    return [
+        ("EAGLE decoding", shape),
+        ("device, dtype", f"{figures['device']}, {figures['dtype']}, mode {figures['mode']}"),
+        ("tokens", str(figures["tokens"])),
+        ("rounds", str(figures["rounds"])),
+        ("accepted per round", f"{figures['accepted_per_round']:.2f}"),
+        ("tokens/s", f"{figures['tokens_per_s']:.1f}"),
+        ("plain decoding tokens/s", f"{figures['plain_tokens_per_s']:.1f}"),
+        ("speed-up", f"{figures['speedup']:.2f}x"),
+        ("compared with plain decoding", same),
+        *graphs,
+    ]

@@ -98,14 +98,10 @@ def _attention(
     starts = range(0, num_rows + 1, width) if layout.query_start is None else layout.query_start.tolist()
     capacity = page_table.shape[1] * page_size
     widened = q.to(accumulator(q.dtype)) * scale
-    fused = (
-        widened.dtype != q.dtype
-        and k_cache.dtype == q.dtype
-        and value_dim == head_dim
-        and softcap is None
-        and sinks is None
-        and tree_mask is None
-    )
+    # A lone row of a request sees all keys in its reach.
+    plain = softcap is None and sinks is None and tree_mask is None
+    narrow = widened.dtype != q.dtype and k_cache.dtype == q.dtype and value_dim == head_dim
+    fused = narrow and num_heads <= FUSED_ROWS * num_kv_heads
     for request, seq_len in enumerate(lens):
         first, last = starts[request], starts[request + 1]
         if first == last:
@@ -124,12 +120,17 @@ def _attention(
         slots = slice(origin + begin, origin + end)
         keys = _cached(k_cache, flat_keys if in_place else None, pages, slots)
         values = _cached(v_cache, flat_values if in_place else None, pages, slots)
-        if fused and last - first == 1 and num_heads <= FUSED_ROWS * num_kv_heads:
+        if plain and fused and last - first == 1:
             row = q[first].view(1, num_kv_heads, -1, head_dim)
             result = scaled_dot_product_attention(row, keys[None], values[None], scale=scale)
             out[first] = result.view(num_heads, value_dim)
             continue
         keys, values = keys.to(widened.dtype), values.to(widened.dtype)
+        if plain and last - first == 1:
+            row = widened[first].view(num_kv_heads, -1, head_dim)
+            weights = torch.softmax(torch.bmm(row, keys.transpose(1, 2)), -1)
+            out[first] = torch.bmm(weights, values).view(num_heads, value_dim)
+            continue
         step = max(1, BLOCK_SCORES // (num_heads * (end - begin)))
         for start in range(first, last, step):
             rows = slice(start, min(start + step, last))

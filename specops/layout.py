@@ -92,7 +92,7 @@ class QueryLayout:
         rows = torch.arange(num_tokens, device=device)
         if self.query_start is None:
             return rows // self.max_query_len
-        owner = torch.searchsorted(self.query_start, rows.to(torch.int32), right=True) - 1
+        owner = torch.searchsorted(self.query_start.contiguous(), rows.to(torch.int32), right=True) - 1
         return owner.clamp_(max=num_requests - 1)
 
     def query_lens(self, num_requests: int, device: torch.device) -> Tensor:

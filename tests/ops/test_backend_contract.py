@@ -138,3 +138,26 @@ def test_scale_defaults_to_the_head_dims(backend: str) -> None:
     case = make_mha_case(head_dim=64)
     out = ops.mha(*case.args(), layout=QueryLayout.uniform(1), backend=backend)
     assert torch.equal(out, case.run(backend))
+
+
+@pytest.mark.parametrize("query_lens", [3, (2, 4)], ids=["uniform", "packed"])
+def test_index_tensors_may_be_views_of_larger_ones(backend: str, query_lens: int | tuple[int, ...]) -> None:
+    case = make_mha_case(query_lens=query_lens)
+    expected = case.run(backend)
+    wide = torch.full((4, 40), 2**30, dtype=torch.int32)
+    wide[:2, :6] = case.tensors["page_table"]
+    case.tensors["page_table"] = wide[:2, :6]
+    case.tensors["seq_lens"] = torch.stack((case.tensors["seq_lens"], torch.full((2,), -9, dtype=torch.int32)), dim=1)[:, 0]
+    if not case.layout.is_uniform:
+        starts = torch.stack((case.layout.query_start, torch.full((3,), -9, dtype=torch.int32)), dim=1)[:, 0]
+        case.layout = QueryLayout.packed(starts, case.layout.max_query_len)
+    assert torch.equal(case.run(backend), expected)
+    case.tensors["page_table"] = wide[:2, :6].t().contiguous().t()
+    assert torch.equal(case.run(backend), expected)
+
+
+def test_tree_masks_may_be_views(backend: str) -> None:
+    case = make_mha_case(query_lens=3, tree_width=5)
+    expected = case.run(backend)
+    case.options["tree_mask"] = case.options["tree_mask"].t().contiguous().t()
+    assert torch.equal(case.run(backend), expected)

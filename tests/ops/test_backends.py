@@ -299,6 +299,25 @@ def test_a_backend_in_one_file_of_its_users_runs_checks_and_compiles(user_module
     assert all("specops.handmade_mha" in graph.code for graph in graphs), "a graph dump names the backend"
 
 
+@pytest.mark.filterwarnings("error", "ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_lens": 3},
+        {"query_lens": (3, 2)},
+        {"query_lens": 3, "tree_width": 5, "window": 2, "softcap": 2.0, "sinks": True, "fp8": True},
+    ],
+    ids=["uniform", "packed", "everything"],
+)
+@pytest.mark.parametrize("family", ["mha", "mla"])
+def test_tracing_warns_nothing_breaks_no_graph_and_equals_eager(family: str, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    case = make_mha_case(**options) if family == "mha" else make_mla_case(**options)
+    call = ops.mha if family == "mha" else ops.mla
+    compiled = torch.compile(lambda *args, **given: call(*args, **given), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*case.args(), **case.kwargs()), case.run())
+
+
 def test_an_unsupported_call_is_refused_while_it_is_traced() -> None:
     torch._dynamo.reset()
     case = make_mha_case(query_lens=3)

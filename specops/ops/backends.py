@@ -62,6 +62,8 @@ class Capabilities:
         min_compute_capability: the lowest CUDA compute capability.
         q_dtypes, kv_dtypes: dtypes of query and cache. A cache that is not fp8 must have the query's dtype unless
             ``mixed_dtypes`` is set.
+        fp8_min_compute_capability: the lowest CUDA compute capability that serves fp8 caches, where it is not the lowest
+            of all.
         head_dims: allowed ``(key dim, value dim)`` pairs, or single numbers for equal dims. For MLA the pair is
             ``(latent + rotary, latent)``.
         page_sizes: allowed page sizes.
@@ -85,6 +87,7 @@ class Capabilities:
     min_compute_capability: tuple[int, int] | None = None
     q_dtypes: tuple[torch.dtype, ...] | None = None
     kv_dtypes: tuple[torch.dtype, ...] | None = None
+    fp8_min_compute_capability: tuple[int, int] | None = None
     mixed_dtypes: bool = False
     head_dims: tuple[int | tuple[int, int], ...] | None = None
     page_sizes: tuple[int, ...] | None = None
@@ -172,6 +175,9 @@ class Capabilities:
             reasons.append(
                 f"cache dtype {_short(request.kv_dtype)} with a {_short(request.q_dtype)} query (it takes equal ones)"
             )
+        capability, lowest = request.compute_capability, self.fp8_min_compute_capability
+        if request.kv_dtype == FP8 and capability is not None and lowest is not None and capability < lowest:
+            reasons.append(f"an fp8 cache on compute capability {_dotted(capability)} (it needs {_dotted(lowest)} or later)")
         return reasons
 
     def _shape_reasons(self, request: AttentionRequest) -> list[str]:
@@ -567,6 +573,7 @@ BUILTIN = (
             min_compute_capability=(8, 0),
             q_dtypes=FLOATS,
             kv_dtypes=(*FLOATS, FP8),
+            fp8_min_compute_capability=(8, 9),
             features=EVERY_FEATURE,
             packages=("triton",),
             extra="triton",
@@ -583,6 +590,7 @@ BUILTIN = (
             min_compute_capability=(8, 0),
             q_dtypes=FLOATS,
             kv_dtypes=(*FLOATS, FP8),
+            fp8_min_compute_capability=(8, 9),
             features=EVERY_FEATURE,
             packages=("triton",),
             extra="triton",

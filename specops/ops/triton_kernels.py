@@ -29,6 +29,7 @@ from specops.ops.triton_common import (
     row_blocks,
     row_limits,
     scaled,
+    score_product,
     sink_factor,
     softmax_step,
     tile_keys,
@@ -134,17 +135,17 @@ def fold_blocks(
         else:
             v = load_tile(v_at, inside, (dv < DV)[None, :], MASKED, BLOCK_DV != DV).to(q.dtype)
         if SWAP:
-            scores = product(k, tl.trans(q), None)
+            scores = score_product(k, tl.trans(q), None)
         else:
-            scores = product(q, tl.trans(k), None)
+            scores = score_product(q, tl.trans(k), None)
         if D2 > 0:
             k2_at = k_at_row + (D + d2)[None, :]
             k2 = load_tile(k2_at, inside, (d2 < D2)[None, :], MASKED, BLOCK_D2 != D2).to(q.dtype)
             if SWAP:
-                scores = product(k2, tl.trans(q2), scores)
+                scores = score_product(k2, tl.trans(q2), scores)
             else:
-                scores = product(q2, tl.trans(k2), scores)
-        scores = scaled(scores, score_scale, cap, SOFTCAP)
+                scores = score_product(q2, tl.trans(k2), scores)
+        scores = scaled(scores.to(tl.float32), score_scale, cap, SOFTCAP)
         if MASKED:
             seen = visible(key, first, last, bits, valid, mask_row, seq_len, tree_width, SWAP, WINDOW, TREE, TREE_BITS)
             scores = tl.where(seen, scores, NEG_INF)

@@ -7,6 +7,8 @@ The shape and feature grid of ``tests/ops/test_triton_*.py`` runs compiled where
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -165,8 +167,7 @@ def test_pages_beyond_two_to_the_31_elements() -> None:
 
 
 def test_stores_and_moves_on_the_gpu_use_the_fused_kernels_and_agree_with_the_generic_form() -> None:
-    from specops.ops import store_kv as generic
-
+    generic = importlib.import_module("specops.ops.store_kv")  # the package's attribute of that name is the function
     k, v = torch.randn((9, 8, 128), device="cuda"), torch.randn((9, 8, 64), device="cuda")
     slots = torch.tensor([3, -1, 70, 5, 200, -1, 9, 10, 11], device="cuda")
     caches = [(torch.zeros((16, 16, 8, 128), device="cuda"), torch.zeros((16, 16, 8, 64), device="cuda")) for _ in range(2)]

@@ -174,6 +174,15 @@ def test_an_amd_device_is_told_apart_from_an_nvidia_one(monkeypatch: pytest.Monk
     assert device_kind(torch.device("cpu")) == "cpu"
 
 
+def test_triton_takes_fp8_caches_from_compute_capability_8_9() -> None:
+    limits = next(backend.capabilities for backend in BUILTIN if backend.op_name == "triton_mha")
+    assert limits.why_not(request("sm80", kv_dtype=FP8)) == [
+        "an fp8 cache on compute capability 8.0 (it needs 8.9 or later)"
+    ]
+    assert not limits.why_not(request("sm80"))
+    assert not limits.why_not(request("sm90", kv_dtype=FP8))
+
+
 def test_triton_serves_a_cpu_only_through_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     asked = request("cpu", q_dtype=torch.float32, kv_dtype=torch.float32)
@@ -382,9 +391,9 @@ family must be 'mha' or 'mla', got 'gqa'
 unknown device type tpu; known are cpu, cuda, hip, musa
 unknown layout ragged; known are uniform, packed
 unknown feature alibi; known are window, softcap, sinks, tree_mask, wide_tree_mask, fp8_kv
-unknown limit head_dim; known are also, compute_capabilities, extra, graph_safe, group_sizes, head_dims,
-    interpreted_on, kv_dtypes, max_query_len, min_compute_capability, mixed_dtypes, needs_plan, not_together,
-    packages, page_sizes, q_dtypes""",
+unknown limit head_dim; known are also, compute_capabilities, extra, fp8_min_compute_capability, graph_safe,
+    group_sizes, head_dims, interpreted_on, kv_dtypes, max_query_len, min_compute_capability, mixed_dtypes,
+    needs_plan, not_together, packages, page_sizes, q_dtypes""",
     )
     with pytest.raises(ValueError, match="registered already"):
         add_backend(Backend("reference", "mla", Capabilities(("cpu",)), kernel))

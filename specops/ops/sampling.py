@@ -90,7 +90,7 @@ def _verify_sampling(
         accepted, rest = _walk_picked(tokens, parents, target_probs, accept_uniforms, num_steps)
     else:
         accepted, rest = _walk_drawn(tokens, parents, target_probs, draft_probs, accept_uniforms)
-    bonus = _draw(rest, bonus_uniforms)
+    bonus = draw(rest, bonus_uniforms)
     accept_lens, accept_index = _path(accepted, num_steps)
     # Each accepted node is emitted by its parent's place, the bonus token by the last one's.
     after = torch.cat((accept_index[:, 1:], torch.full_like(accept_index[:, :1], -1)), dim=1)
@@ -161,7 +161,7 @@ def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
     return torch.where(total > 0, weights / total, otherwise)
 
 
-def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """``[B]`` int64: one token of each row of ``weights [B, V]``, which need not sum to one; never one of weight 0."""
     heights = weights.cumsum(dim=1)
     above = (heights > uniforms[:, None] * heights[:, -1:]) & (weights > 0)

@@ -218,7 +218,7 @@ def test_a_bonus_token_never_has_probability_zero() -> None:
     weights[:, 3] = torch.tensor([1.0, 1e-30, 0.7])
     weights[2, 5] = 0.3
     for uniform in (0.0, 0.5, 1 - 2**-24):
-        drawn = sampling._draw(weights, torch.full((3,), uniform))
+        drawn = sampling.draw(weights, torch.full((3,), uniform))
         assert drawn[:2].tolist() == [3, 3]
         assert drawn[2].item() == (5 if uniform > 0.7 else 3)
 

@@ -1,20 +1,28 @@
-"""The testing kit: a float64 oracle, generated attention cases, and what checks a backend against both.
+"""The conformance kit: a float64 oracle, generated attention cases, and the checks of backends and runners built on both.
 
-It may import every other part of specops and is imported by none.
+``check_backend`` and ``check_runner`` return a report; ``python -m specops.testing`` prints one; the pytest plugin fails a
+test with one. The kit may import every other part of specops and is imported by none.
 """
 
 from specops.testing.cases import AttentionCase, make_mha_case, make_mla_case
+from specops.testing.check import check_backend, replay
 from specops.testing.grid import MHA_GRID, MLA_GRID, grid
 from specops.testing.oracle import assert_close_to_oracle, oracle_mha, oracle_mla
+from specops.testing.report import Finding, NotConforming, Report
 
 __all__ = [
     "MHA_GRID",
     "MLA_GRID",
     "AttentionCase",
+    "Finding",
+    "NotConforming",
+    "Report",
     "assert_close_to_oracle",
+    "check_backend",
     "grid",
     "make_mha_case",
     "make_mla_case",
     "oracle_mha",
     "oracle_mla",
+    "replay",
 ]

@@ -90,10 +90,10 @@ def open_directory(path: Path) -> Checkpoint:
         FileNotFoundError: no config, no safetensors, or a shard its index names is missing.
         ValueError: a file that is not JSON or is cut off (raised when it is read).
     """
-    config = _read_json(path / "config.json", "a model directory holds config.json and *.safetensors")
+    config = read_json(path / "config.json", "a model directory holds config.json and *.safetensors")
     generation_path = path / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
-    return Checkpoint(str(path), config, _safetensors(_weight_files(path)), generation)
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    return Checkpoint(str(path), config, _safetensors(weight_files(path)), generation)
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -119,7 +119,8 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _read_json(path: Path, hint: str = "") -> dict[str, Any]:
+def read_json(path: Path, hint: str = "") -> dict[str, Any]:
+    """The object in a JSON file; ``hint`` ends the message of the FileNotFoundError. ValueError if it is none."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; {hint}")
     try:
@@ -131,9 +132,10 @@ def _read_json(path: Path, hint: str = "") -> dict[str, Any]:
     return content
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder; FileNotFoundError if there are none, or a shard of the index is missing."""
     if (path / INDEX).is_file():
-        shards = _read_json(path / INDEX).get("weight_map", {})
+        shards = read_json(path / INDEX).get("weight_map", {})
         files = [path / name for name in sorted(set(shards.values()))]
         absent = [file.name for file in files if not file.is_file()]
         if absent:

@@ -8,7 +8,8 @@ the place of the target's. Sources: EAGLE (Li et al. 2024), EAGLE-3 (Li et al. 2
   norm. The published heads have no norms around ``fc`` and before the LM head; heads trained here have both, since their
   two inputs differ in scale by orders of magnitude, and a norm lets the carried state keep a scale of its own.
 * format ``eagle3``: ``fc`` maps the concatenated residual streams of several target layers to the head's width, once; the
-  layer reads ``[embedding, hidden]``, each normalised, and its residual is the hidden state. Carried states skip ``fc``.
+  first layer reads ``[embedding, hidden]``, each normalised, and its residual is the hidden state. Further layers are
+  ordinary ones. Carried states skip ``fc``.
 
 A head has no embedding and usually no LM head of its own: it borrows the target's. With a reduced draft vocabulary it
 takes the rows of the LM head that the vocabulary names. Loading and saving is :mod:`specops.models.eagle_checkpoint`.
@@ -32,11 +33,12 @@ __all__ = ["EagleConfig", "EagleHead"]
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer of an ``eagle3`` head: attention reads twice the width, the residual is the hidden state."""
+    """The first layer of an ``eagle3`` head: attention reads twice the width, the residual is the hidden state."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         layer = config.layer_config()
+        self.normed_residual = config.normed_residual
         self.embed_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn = Attention(layer, input_size=2 * config.hidden_size)
@@ -47,7 +49,9 @@ class Eagle3Layer(nn.Module):
         return torch.cat((self.embed_norm(embedding), self.hidden_norm(hidden)), dim=-1)
 
     def forward(self, embedding: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
-        hidden = hidden + self.attn(self.attention_input(embedding, hidden), rope, meta)
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.normed_residual else hidden
+        hidden = residual + self.attn(torch.cat((self.embed_norm(embedding), normed), dim=-1), rope, meta)
         return cast(Tensor, hidden + self.mlp(self.mlp_norm(hidden)))
 
 
@@ -81,19 +85,19 @@ class EagleHead(nn.Module):
         # In a tuple, so that it is not registered: the embedding belongs to the target.
         self._shared = (embed_tokens,)
         self.own_embedding = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
-        if config.format == "eagle3":
-            self.fc = nn.Linear(config.hidden_width, size, bias=config.fc_bias)
-            self.layers = nn.ModuleList([Eagle3Layer(config)])
-        else:
-            self.fc = nn.Linear(size + config.target_hidden_size, size, bias=config.fc_bias)
-            layer_config = config.layer_config()
-            self.layers = nn.ModuleList(DecoderLayer(layer_config, index) for index in range(config.num_layers))
-            if not config.input_norm:
-                cast(DecoderLayer, self.layers[0]).input_norm = nn.Identity()  # type: ignore[assignment]
         eagle = config.format == "eagle"
+        layer_config = config.layer_config()
+        self.fc = nn.Linear(config.hidden_width + (size if eagle else 0), size, bias=config.fc_bias)
+        first = DecoderLayer(layer_config) if eagle else Eagle3Layer(config)
+        if eagle and not config.input_norm:
+            first.input_norm = nn.Identity()
+        others = (DecoderLayer(layer_config, index) for index in range(1, config.num_layers))
+        self.layers = nn.ModuleList([first, *others])
         streams = (config.target_hidden_size,) if eagle else (len(config.aux_layers), config.target_hidden_size)
         self.embed_norm = RMSNorm(size, eps) if config.norm_inputs and eagle else None
         self.hidden_norm = RMSNorm(streams, eps) if config.norm_inputs else None
+        if config.norm_joined:
+            self.hidden_norm = RMSNorm(config.hidden_width, eps)
         self.norm = RMSNorm(size, eps) if config.final_norm else None
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         self.register_buffer("d2t", self._checked_map(d2t))
@@ -143,13 +147,15 @@ class EagleHead(nn.Module):
             meta: metadata of this forward.
 
         Returns:
-            ``[T, hidden_size]``, before the head's final norm: input of :meth:`compute_logits` and of the next step.
+            ``[T, hidden_size]``, before the head's final norm (after it with ``carry_normed``): input of
+            :meth:`compute_logits` and of the next step.
         """
         embedding, hidden = self.inputs(input_ids, hidden_states)
         rope = self.rotary(meta.positions, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, rope, meta) if embedding is None else layer(embedding, hidden, rope, meta)
-        return hidden
+        for index, layer in enumerate(self.layers):
+            joined = embedding is not None and index == 0
+            hidden = layer(embedding, hidden, rope, meta) if joined else layer(hidden, rope, meta)
+        return cast(Tensor, self.norm(hidden)) if self.config.carry_normed and self.norm is not None else hidden
 
     def inputs(self, input_ids: Tensor, hidden_states: Tensor) -> tuple[Tensor | None, Tensor]:
         """What the first layer reads: for ``eagle3`` the embedding and its residual, else None and ``fc``'s output.
@@ -167,13 +173,13 @@ class EagleHead(nn.Module):
     def _fused(self, streams: Tensor) -> Tensor:
         """One hidden state of width ``hidden_size`` out of the target's streams side by side."""
         if self.hidden_norm is not None:
-            apart = streams.view(*streams.shape[:-1], len(self.config.aux_layers), -1)
-            streams = self.hidden_norm(apart).view(streams.shape)
+            weight = self.hidden_norm.weight
+            streams = self.hidden_norm(streams.view(*streams.shape[:-1], *weight.shape)).view(streams.shape)
         return cast(Tensor, self.fc(streams))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[R, draft_vocab_size]`` logits of carried states ``hidden`` ``[R, hidden_size]``."""
-        if self.norm is not None:
+        if self.norm is not None and not self.config.carry_normed:
             hidden = self.norm(hidden)
         return F.linear(hidden, self.lm_head_weight)
 

@@ -23,10 +23,15 @@ class EagleConfig:
         target_hidden_size: width of one hidden state of the target.
         aux_layers: format ``eagle3``: the target's residual streams it reads, each named by how many layers have run.
         norm_inputs: RMSNorm on what ``fc`` reads: for ``eagle`` the embedding and the hidden state, for ``eagle3`` each
-            of the target's streams, whose scales differ a hundredfold (published heads lack it).
+            of the target's streams, whose scales differ a hundredfold (most published heads lack it).
+        norm_joined: format ``eagle3``: one RMSNorm over all streams side by side instead.
         input_norm: format ``eagle``: the first layer's norm before attention (published heads lack it).
         final_norm: RMSNorm before the LM head; the carried state is the one before it.
-        fc_bias, attention_bias: biases of ``fc`` and of the q/k/v projection.
+        carry_normed: the carried state is the one after the final norm.
+        normed_residual: format ``eagle3``: the first layer's residual is the normalised hidden state.
+        fc_bias, attention_bias, output_bias, mlp_bias: biases of ``fc``, of the q/k/v and the o projection, and of the MLP.
+        qk_norm: RMSNorm on each head of q and k (heads with Qwen3 layers).
+        layer_windows: per layer, the keys a row sees counting itself; empty or None for all.
         own_lm_head, own_embedding: the head's file holds its own LM head, or embedding.
         target: name of the target it was trained for.
 
@@ -49,10 +54,17 @@ class EagleConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     aux_layers: tuple[int, ...] = ()
     norm_inputs: bool = True
+    norm_joined: bool = False
     input_norm: bool = True
     final_norm: bool = True
+    carry_normed: bool = False
+    normed_residual: bool = False
     fc_bias: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
     own_lm_head: bool = False
     own_embedding: bool = False
     hidden_act: str = "silu"
@@ -63,15 +75,23 @@ class EagleConfig:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size must be 1 to vocab_size {self.vocab_size}, got {self.draft_vocab_size}")
-        if self.format == "eagle3" and (not self.aux_layers or self.num_layers != 1 or not self.final_norm):
+        if self.num_layers < 1:
+            raise ValueError(f"a draft head has at least one layer, got num_layers {self.num_layers}")
+        if self.format == "eagle3" and (not self.aux_layers or not self.final_norm):
             raise ValueError(
-                "an eagle3 head has one layer, a final norm and at least one aux layer; "
-                f"got {self.num_layers} layers, final_norm {self.final_norm}, aux_layers {self.aux_layers}"
+                "an eagle3 head has a final norm and at least one aux layer; "
+                f"got final_norm {self.final_norm}, aux_layers {self.aux_layers}"
             )
         if self.format == "eagle" and self.aux_layers:
             raise ValueError(
                 f"an eagle head reads the target's last hidden state; aux_layers {self.aux_layers} must be empty"
             )
+        if self.format == "eagle" and (self.norm_joined or self.normed_residual):
+            raise ValueError("norm_joined and normed_residual are options of eagle3 heads; this is an eagle head")
+        if self.norm_joined and self.norm_inputs:
+            raise ValueError("norm_joined and norm_inputs exclude each other: one norm over all streams, or one for each")
+        if self.carry_normed and not self.final_norm:
+            raise ValueError("carry_normed needs final_norm: it carries what that norm returns")
 
     @classmethod
     def for_target(
@@ -128,6 +148,10 @@ class EagleConfig:
             rms_norm_eps=self.rms_norm_eps,
             rope=self.rope,
             attention_bias=self.attention_bias,
+            output_bias=self.output_bias,
+            mlp_bias=self.mlp_bias,
+            qk_norm=self.qk_norm,
+            layer_windows=self.layer_windows,
             hidden_act=self.hidden_act,
         )
 
@@ -155,5 +179,6 @@ class EagleConfig:
             if rope.get("freq_factors") is not None:
                 rope["freq_factors"] = tuple(rope["freq_factors"])
             values["rope"] = RopeConfig(**rope)
-        values["aux_layers"] = tuple(values.get("aux_layers", ()))
+        for name in ("aux_layers", "layer_windows"):
+            values[name] = tuple(values.get(name, ()))
         return cls(**values)

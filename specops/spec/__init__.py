@@ -3,5 +3,6 @@
 from specops.spec.config import SpecConfig
 from specops.spec.engine import Engine, EngineStats
 from specops.spec.request import Request
+from specops.spec.sampling import SamplingParams
 
-__all__ = ["Engine", "EngineStats", "Request", "SpecConfig"]
+__all__ = ["Engine", "EngineStats", "Request", "SamplingParams", "SpecConfig"]

@@ -16,6 +16,10 @@ class SpecConfig:
         num_draft_tokens: nodes verified per request, root included. ``num_steps + 1`` for a chain; for ``topk > 1`` free
             of ``num_steps``, and by default all candidates up to 16.
         draft_extend: ``"v2"`` (uniform rows, static shapes) or ``"v1"`` (packed rows; never in a graph).
+        acceptance: how a sampling request's tree is verified; both are lossless and accept equally many tokens.
+            ``"coupled"`` draws the target's token at every node and follows those draws down the tree, so that a seed
+            gives the same answer with any draft or none. ``"residual"`` tests the drafted tokens one after another
+            (:func:`specops.ops.verify_sampling`).
 
     Raises:
         ValueError: a combination that makes no tree; says what would.
@@ -25,12 +29,15 @@ class SpecConfig:
     topk: int = 1
     num_draft_tokens: int | None = None
     draft_extend: str = "v2"
+    acceptance: str = "coupled"
 
     def __post_init__(self) -> None:
         if self.num_steps < 1 or self.topk < 1:
             raise ValueError(f"num_steps and topk must be >= 1, got {self.num_steps} and {self.topk}")
         if self.draft_extend not in ("v1", "v2"):
             raise ValueError(f"draft_extend must be 'v1' or 'v2', got {self.draft_extend!r}")
+        if self.acceptance not in ("coupled", "residual"):
+            raise ValueError(f"acceptance must be 'coupled' or 'residual', got {self.acceptance!r}")
         if self.num_draft_tokens is None:
             nodes = self.num_steps + 1 if self.topk == 1 else min(16, self.num_candidates + 1)
             object.__setattr__(self, "num_draft_tokens", nodes)

@@ -7,31 +7,32 @@ One round of speculative decoding is three steps:
 Together they are one step behind one runner, over state that stays on the device: a round is one replay of one CUDA graph
 and one small copy to the host. With ``split=True`` (and for the packed draft-extend V1) each is a step of its own behind
 a runner of its own, which tells their times apart. Without a draft model the round is one step of plain decoding. All
-requests of a batch share the round; rows of finished requests are free for waiting ones before the next.
+requests of a batch share the round; rows of finished requests are free for waiting ones before the next. Greedy and
+sampling requests mix; a batch that is greedy alone runs a graph without anything for sampling.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from specops.batch import DraftExtendBatch
-from specops.compile.draft_extend import DraftExtendRunner, DraftExtendStep, draft_extend_packed
 from specops.compile.report import RunnerReport
 from specops.compile.step_runner import Mode, Progress, StepRunner
 from specops.kv_cache import PageAllocator, PageTable
 from specops.spec.config import SpecConfig
-from specops.spec.draft import DraftStep, draft_fields
-from specops.spec.prefill import prefill
+from specops.spec.prefill import Choose, prefill
 from specops.spec.request import Request
-from specops.spec.round import DecodeRound, RoundState, RoundStep, pack, round_fields, unpack
-from specops.spec.verify import DecodeStep, VerifyStep, verify_fields
+from specops.spec.round import RoundState
+from specops.spec.runners import VARIANTS, RoundRunners, Variant
+from specops.spec.sampling import SamplingParams
+from specops.spec.text import TextStream
+from specops.spec.verify import choose_next
 
 DEFAULT_CONTEXT = 2048
 OnTokens = Callable[[Request, list[int]], None]
@@ -60,7 +61,7 @@ class EngineStats:
 
 
 class Engine:
-    """Batched greedy decoding of a target model, speculative when given a draft model.
+    """Batched decoding of a target model, speculative when given a draft model.
 
     Args:
         target: a target model (:func:`specops.models.load_target`), or a module with the same methods. The engine
@@ -77,6 +78,7 @@ class Engine:
         prefill_tokens: most rows of one prefill forward.
         split: run draft, verify and draft-extend behind a runner each, and wait for the device after each, so that
             ``stats.seconds`` tells them apart.
+        tokenizer: gives requests their text and finds stop strings; anything with a transformers tokenizer's ``decode``.
 
     Raises:
         ValueError: a draft that does not fit the target, a context beyond either model's, or a pool too small for one
@@ -98,6 +100,7 @@ class Engine:
         strict: bool = False,
         prefill_tokens: int = 2048,
         split: bool = False,
+        tokenizer: Any = None,
     ) -> None:
         weight = next(target.parameters())
         self.target, self.draft = target.eval(), draft.eval() if draft is not None else None
@@ -109,7 +112,7 @@ class Engine:
         self.prefill_tokens = prefill_tokens
         self.split = split or self.config.draft_extend == "v1"
         self.stats = EngineStats()
-        self._aux_layers: tuple[int, ...] = draft.config.aux_layers if draft is not None else ()  # type: ignore
+        self.tokenizer = tokenizer
         scratch = self.config.scratch_tokens if draft is not None else 1
         self._row_tokens = self.max_context + scratch
         per_row = -(-self._row_tokens // page_size)
@@ -123,19 +126,68 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._active: dict[int, Request] = {}
         self._rows: tuple[list[int], Tensor] | None = None
-        draft_sizes = (None, None) if draft is None else (draft.config.draft_vocab_size, draft.config.hidden_size)  # type: ignore
-        self.state = RoundState(self.pages.tensor(), *draft_sizes, self.dtype)
-        self._build_runners(buckets, strict)
+        heads: Any = draft.config if draft is not None else None
+        vocab, width = (None, None) if heads is None else (heads.draft_vocab_size, heads.hidden_size)
+        self.state = RoundState(self.pages.tensor(), vocab, width, self.dtype)
+        self.rounds = RoundRunners(
+            self.target,
+            self.draft,
+            self.state,
+            self.config,
+            page_size=page_size,
+            max_pages=self.pages.max_pages,
+            split=self.split,
+            clock=self._clock,
+            device=self.device,
+            max_requests=max_requests,
+            buckets=buckets,
+            mode=self.mode,
+            strict=strict,
+        )
 
-    def add(self, prompt: Sequence[int], *, max_new_tokens: int = 128, stop_token_ids: Iterable[int] = ()) -> Request:
+    @property
+    def runners(self) -> dict[str, StepRunner]:
+        """Every runner built so far, by name."""
+        return self.rounds.runners
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        stop_token_ids: Iterable[int] = (),
+        stop: Sequence[str] = (),
+        sampling: SamplingParams | None = None,
+        logprobs: bool = False,
+    ) -> Request:
         """Queue a request; it joins the batch at the next step that has a free row and enough pages.
 
+        Args:
+            prompt: token ids.
+            max_new_tokens: most tokens of the answer.
+            stop_token_ids: tokens that end the answer; the one that does is its last.
+            stop: strings that end the answer; its text ends before them. Needs a tokenizer.
+            sampling: how tokens are chosen; greedy when not given.
+            logprobs: keep each token's log-probability.
+
         Raises:
-            ValueError: an empty prompt, one that leaves no room in the context, a token outside the vocabulary, or a
-                request that the whole pool could not hold. Nothing is queued then.
+            ValueError: an empty prompt, one that leaves no room in the context, a token outside the vocabulary, a
+                request that the whole pool could not hold, or stop strings without a tokenizer. Nothing is queued then.
         """
-        request = Request(list(prompt), max_new_tokens, frozenset(stop_token_ids))
-        vocab = self.target.config.vocab_size  # type: ignore[union-attr]
+        sampling = sampling or SamplingParams()
+        if sampling.seed is None and sampling.temperature > 0:
+            sampling = replace(sampling, seed=int(torch.randint(2**62, ())))
+        if stop and self.tokenizer is None:
+            raise ValueError("stop strings need text: give the engine a tokenizer, or use stop_token_ids")
+        request = Request(
+            list(prompt),
+            max_new_tokens,
+            frozenset(stop_token_ids),
+            sampling,
+            TextStream(self._decode, stop) if self.tokenizer is not None else None,
+            [] if logprobs else None,
+        )
+        vocab: int = self.target.config.vocab_size  # type: ignore[union-attr, assignment]
         if not request.prompt:
             raise ValueError("the prompt is empty; it needs at least one token (a BOS token will do)")
         if max_new_tokens < 1:
@@ -174,23 +226,46 @@ class Engine:
         self,
         prompts: Iterable[Sequence[int]],
         *,
-        max_new_tokens: int = 128,
-        stop_token_ids: Iterable[int] = (),
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_tokens: OnTokens | None = None,
+        **options: Any,
     ) -> list[Request]:
         """Decode prompts to their end, batched as rows and pages allow.
+
+        Args:
+            prompts: token ids of each.
+            sampling: for all prompts (which then share a seed, if it has one), or one for each.
+            on_tokens: as for :meth:`step`.
+            **options: as for :meth:`add`.
 
         Returns:
             One finished request per prompt, in order.
         """
-        stops = frozenset(stop_token_ids)
-        requests = [self.add(prompt, max_new_tokens=max_new_tokens, stop_token_ids=stops) for prompt in prompts]
+        requests = self._add_all(prompts, sampling, options)
         while any(not request.finished for request in requests):
             self.step(on_tokens)
         return requests
 
-    def warm_up(self, progress: Progress | None = None) -> dict[str, RunnerReport]:
-        """Compile and capture every runner's buckets."""
+    def stream(
+        self,
+        prompts: Iterable[Sequence[int]],
+        *,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[Request, list[int]]]:
+        """Decode prompts and yield each request with its new tokens as they come, the last ones included.
+
+        Arguments are those of :meth:`generate`. Prompts are queued at once; when the iterator is closed early, what is
+        unfinished is cancelled.
+        """
+        # Not a generator itself, so that a bad prompt is told of here and not at the first token.
+        return self._stream(self._add_all(prompts, sampling, options))
+
+    def warm_up(self, progress: Progress | None = None, *, sampling: bool = False) -> dict[str, RunnerReport]:
+        """Compile and capture every runner's buckets; with ``sampling`` those for sampling requests, too."""
+        if sampling:
+            for variant in VARIANTS:
+                self.rounds.build(variant)
         for runner in self.runners.values():
             runner.warm_up(progress)
         return self.explain()
@@ -206,40 +281,53 @@ class Engine:
         for row, active in list(self._active.items()):
             if active is request:
                 self._release(row)
-        request.finish_reason = request.finish_reason or "cancelled"
+        if not request.finished:
+            request.finish_reason = "cancelled"
+            if request.stream is not None:
+                request.stream.finish()
 
-    def _build_runners(self, buckets: Iterable[int] | None, strict: bool) -> None:
-        common: dict[str, Any] = {
-            "device": self.device,
-            "max_requests": self.max_requests,
-            "buckets": buckets,
-            "mode": self.mode,
-            "strict": strict,
-        }
-        max_pages, size = self.pages.max_pages, self.page_size
-        table = round_fields(self.state.spare_row)
-        self.runners: dict[str, StepRunner] = {}
-        if self.draft is None:
-            step = DecodeRound(DecodeStep(self.target, size), self.state)
-            self.runners["decode"] = StepRunner(step, table, name="decode", **common)
-            return
-        draft: Any = self.draft
-        drafting = DraftStep(draft, size, self.config)
-        verify = VerifyStep(self.target, size, self.config, self._aux_layers)
-        if not self.split:
-            extend = DraftExtendStep(draft, size, self.config.width)
-            step = RoundStep(drafting, verify, extend, self.state)
-            self.runners["round"] = StepRunner(step, table, name="round", **common)
-            return
-        table = draft_fields(draft.config.draft_vocab_size, draft.config.hidden_size, max_pages, self.dtype)
-        self.runners["draft"] = StepRunner(drafting, table, name="draft", **common)
-        self.runners["verify"] = StepRunner(verify, verify_fields(self.config, max_pages), name="verify", **common)
-        if self.config.draft_extend == "v2":
-            del common["device"]
-            extend_runner = DraftExtendRunner(
-                draft, draft.caches, tokens_per_request=self.config.width, max_pages=max_pages, dtype=self.dtype, **common
-            )
-            self.runners["draft_extend"] = extend_runner.runner
+    def _add_all(
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        options: dict[str, Any],
+    ) -> list[Request]:
+        """Queue all prompts or, when one is refused, none."""
+        prompts = list(prompts)
+        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts and sampling parameters for {len(each)}")
+        requests: list[Request] = []
+        try:
+            for prompt, params in zip(prompts, each, strict=True):
+                requests.append(self.add(prompt, sampling=params, **options))
+        except (ValueError, TypeError):
+            for request in requests:
+                self.cancel(request)
+            raise
+        return requests
+
+    def _stream(self, requests: list[Request]) -> Iterator[tuple[Request, list[int]]]:
+        events: list[tuple[Request, list[int]]] = []
+        own = set(map(id, requests))
+
+        def hear(request: Request, tokens: list[int]) -> None:
+            if id(request) in own:
+                events.append((request, tokens))
+
+        try:
+            while any(not request.finished for request in requests):
+                self.step(hear)
+                yield from events
+                events.clear()
+        finally:
+            for request in requests:
+                if not request.finished:
+                    self.cancel(request)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
     def _pages_needed(self, request: Request) -> int:
         """Pages of the whole request, taken when it joins: once running, it can't run out."""
@@ -260,27 +348,48 @@ class Engine:
         index = torch.tensor(joined, device=self.device)
         prompts = [self._active[row].prompt for row in joined]
         table = self.pages.tensor()[index]
-        out = prefill(self.target, self.draft, prompts, table, self.page_size, self.prefill_tokens, self._aux_layers)
+        out = prefill(
+            self.target,
+            self.draft,
+            prompts,
+            table,
+            self.page_size,
+            self.prefill_tokens,
+            self.rounds.aux_layers,
+            self._first_choice(joined, index),
+        )
         lens = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=self.device)
         self.state.join(index, lens, out.next_tokens, out.next_token_logits, out.hidden_states)
-        tokens, margins = out.next_tokens.tolist(), out.margins.tolist()
+        tokens, margins = out.next_tokens[:, None].tolist(), out.margins[:, None].tolist()
+        logprobs = None if out.logprobs is None else out.logprobs[:, None].tolist()
         self._clock("prefill", started)
-        return self._hand_out(joined, [[t] for t in tokens], [[m] for m in margins], tell)
+        return self._hand_out(joined, tokens, margins, logprobs, tell)
+
+    def _first_choice(self, joined: list[int], index: Tensor) -> Choose:
+        """How prefill chooses the first tokens; puts the parameters of sampling requests where the steps read them."""
+        variant = self._variant(joined)
+        if variant == "greedy":
+            return choose_next
+        sampler = self.rounds.ensure_sampler()
+        for row in joined:
+            request = self._active[row]
+            if not request.sampling.greedy:
+                sampler.join(row, request.sampling, request.prompt)
+        return lambda logits, lens: choose_next(logits, lens, sampler, index, full=variant == "filtered")
+
+    def _variant(self, rows: Iterable[int]) -> Variant:
+        """The simplest variant that serves the requests in ``rows``."""
+        return VARIANTS[max(_level(self._active[row]) for row in rows)]
 
     def _round(self, tell: OnTokens) -> list[Request]:
         rows, index = self._row_index()
-        lens, emitted, margins = self._split_round(index) if "draft" in self.runners else self._one_round(index)
+        lens, emitted, margins, logprobs = self.rounds.run(index, self._variant(rows))
         self.stats.steps += 1
         self.stats.rounds += len(rows)
         self.stats.emitted += sum(lens)
         for row, count in zip(rows, lens, strict=True):
             self._active[row].accept_lens.append(count)
-        return self._hand_out(
-            rows,
-            [tokens[:count] for tokens, count in zip(emitted, lens, strict=True)],
-            [gaps[:count] for gaps, count in zip(margins, lens, strict=True)],
-            tell,
-        )
+        return self._hand_out(rows, _cut(emitted, lens), _cut(margins, lens), logprobs and _cut(logprobs, lens), tell)
 
     def _row_index(self) -> tuple[list[int], Tensor]:
         """Active rows, on the host and on the device; made anew only when the batch has changed."""
@@ -290,75 +399,20 @@ class Engine:
             self._rows = rows, torch.tensor(rows, device=self.device)
         return self._rows
 
-    def _one_round(self, index: Tensor) -> tuple[list[int], list[list[int]], list[list[float]]]:
-        started = time.perf_counter()
-        ((name, runner),) = self.runners.items()
-        result = unpack(runner({"rows": index})[0])
-        self._clock(name, started)
-        return result
-
-    def _split_round(self, index: Tensor) -> tuple[list[int], list[list[int]], list[list[float]]]:
-        state, width = self.state, self.config.width
-        table, committed = state.page_table[index], state.seq_lens[index]
-        started = self._clock("", time.perf_counter())
-        tokens, parents, depths, mask = self.runners["draft"](
-            {
-                "root_tokens": state.root_tokens[index],
-                "next_token_logits": state.next_token_logits[index],
-                "hidden_states": state.hidden_states[index],
-                "seq_lens": committed,
-                "page_table": table,
-            }
-        )
-        started = self._clock("draft", started)
-        accept_lens, accept_tokens, hidden, gaps = self.runners["verify"](
-            {
-                "tokens": tokens,
-                "parents": parents,
-                "depths": depths,
-                "tree_mask": mask,
-                "seq_lens": committed + width,
-                "page_table": table,
-            }
-        )
-        started = self._clock("verify", started)
-        logits, carried = self._extend(accept_lens, accept_tokens, hidden, committed, table)
-        roots = accept_tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0]
-        state.join(index, committed + accept_lens, roots, logits, carried)
-        started = self._clock("draft_extend", started)
-        result = unpack(pack(accept_lens, accept_tokens, gaps))
-        self._clock("read_back", started)
-        return result
-
-    def _extend(
-        self, accept_lens: Tensor, accept_tokens: Tensor, hidden: Tensor, committed: Tensor, table: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        width = self.config.width
-        if self.config.draft_extend == "v2":
-            batch = DraftExtendBatch(accept_tokens, hidden, committed + width, accept_lens, table)
-            logits, carried = self.runners["draft_extend"](batch.as_dict())
-            return logits, carried
-        real = (torch.arange(width, device=self.device) < accept_lens[:, None]).reshape(-1)
-        assert self.draft is not None
-        return draft_extend_packed(
-            self.draft,
-            self.page_size,
-            accept_tokens.reshape(-1)[real],
-            hidden[real],
-            committed + accept_lens,
-            accept_lens,
-            table,
-            max_accept_len=self.config.max_accept_len,
-        )
-
     def _hand_out(
-        self, rows: list[int], tokens: list[list[int]], margins: list[list[float]], tell: OnTokens
+        self,
+        rows: list[int],
+        tokens: list[list[int]],
+        margins: list[list[float]],
+        logprobs: list[list[float]] | None,
+        tell: OnTokens,
     ) -> list[Request]:
         """Append what a step emitted, tell the caller, and release the rows of requests that end."""
         finished = []
-        for row, new, gaps in zip(rows, tokens, margins, strict=True):
+        for place, row in enumerate(rows):
             request = self._active[row]
-            taken = request.emit(new, gaps, self.max_context)
+            scores = None if logprobs is None else logprobs[place]
+            taken = request.emit(tokens[place], margins[place], self.max_context, scores)
             if request.finished:
                 self._release(row)
                 finished.append(request)
@@ -366,7 +420,9 @@ class Engine:
         return finished
 
     def _release(self, row: int) -> None:
-        del self._active[row]
+        request = self._active.pop(row)
+        if self.rounds.sampler is not None and not request.sampling.greedy:
+            self.rounds.sampler.leave(row)
         self.pages.release(row)
         self.state.seq_lens[row] = 0
         # The table's mirror must be current before the row is used again.
@@ -407,6 +463,18 @@ def _context(target: Any, draft: Any, asked: int | None) -> int:
             f"(the target has {limit}); pass max_context={draft.config.max_position_embeddings} or less"
         )
     return context
+
+
+def _level(request: Request) -> int:
+    """Index of the simplest variant for one request."""
+    sampling = request.sampling
+    if sampling.penalised or sampling.filtered:
+        return 2
+    return 0 if sampling.greedy and request.logprobs is None else 1
+
+
+def _cut(rows: list[list[Any]], lens: list[int]) -> list[list[Any]]:
+    return [row[:count] for row, count in zip(rows, lens, strict=True)]
 
 
 def _ignore(request: Request, tokens: list[int]) -> None:

@@ -7,7 +7,7 @@ chose. Runs without graphs: the number of rows changes every time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from specops.layout import QueryLayout
 from specops.metadata import AttentionMetadata, attention_metadata
-from specops.spec.verify import run_target
+from specops.spec.verify import choose_next, run_target
+
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +27,14 @@ class PrefillOutput:
     Attributes:
         next_tokens: ``[B]`` int64, the target's choice after each prompt.
         margins: ``[B]`` float32, gap between its two best logits.
+        logprobs: ``[B]`` float32, the choices' log-probabilities, if ``choose`` gives them.
         next_token_logits: ``[B, V]``, the draft's logits after that token; None without a draft.
         hidden_states: ``[B, H]``, the draft's hidden state that gave them; None without a draft.
     """
 
     next_tokens: Tensor
     margins: Tensor
+    logprobs: Tensor | None
     next_token_logits: Tensor | None
     hidden_states: Tensor | None
 
@@ -44,6 +48,7 @@ def prefill(
     page_size: int,
     chunk_tokens: int = 2048,
     aux_layers: tuple[int, ...] = (),
+    choose: Choose = choose_next,
 ) -> PrefillOutput:
     """Run prompts through the target and, shifted by one, through the draft.
 
@@ -53,8 +58,10 @@ def prefill(
         prompts: ``B`` token id lists, none empty.
         page_table: ``[B, max_pages]`` int32 with pages for every prompt reserved.
         page_size: tokens per page.
-        aux_layers: the target's residual streams the draft reads, if not its last hidden state.
         chunk_tokens: most rows of one forward; bounds activation memory, not the prompt's length.
+        aux_layers: the target's residual streams the draft reads, if not its last hidden state.
+        choose: called with the target's logits after the prompts ``[B, V]`` and their lengths ``[B]`` int32; returns
+            tokens, margins and, perhaps, log-probabilities. The argmax when not given.
     """
     device = page_table.device
     last: dict[int, tuple[Tensor, Tensor]] = {}
@@ -77,15 +84,15 @@ def prefill(
         if draft is not None:
             _draft_rows(draft, [prompt[1:] for prompt in prompts], ready_part, rows, page_table, page_size)
     order = range(len(prompts))
-    best = target.compute_logits(torch.stack([last[request][0] for request in order])).topk(2, dim=1)  # type: ignore[operator]
-    next_tokens = best.indices[:, 0]
-    margins = (best.values[:, 0] - best.values[:, 1]).float()
-    if draft is None:
-        return PrefillOutput(next_tokens, margins, None, None)
     lens = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32, device=device)
+    logits = target.compute_logits(torch.stack([last[request][0] for request in order]))  # type: ignore[operator]
+    next_tokens, margins, *rest = choose(logits, lens)
+    logprobs = rest[0] if rest else None
+    if draft is None:
+        return PrefillOutput(next_tokens, margins, logprobs, None, None)
     meta = attention_metadata(page_table, lens, QueryLayout.uniform(1), page_size)
     hidden = draft(next_tokens, torch.stack([last[request][1] for request in order]), meta)
-    return PrefillOutput(next_tokens, margins, draft.compute_logits(hidden), hidden)  # type: ignore[operator]
+    return PrefillOutput(next_tokens, margins, logprobs, draft.compute_logits(hidden), hidden)  # type: ignore[operator]
 
 
 def _next_chunk(prompts: Sequence[Sequence[int]], done: Sequence[int], limit: int) -> dict[int, tuple[int, int]]:

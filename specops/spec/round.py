@@ -7,6 +7,8 @@ row whose ``seq_len`` is always 0.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -65,7 +67,7 @@ class RoundState(nn.Module):
 
 
 class RoundStep(nn.Module):
-    """Draft, verify and draft-extend V2, back to back."""
+    """Draft, verify and draft-extend V2, back to back; sampling if ``verify`` has a sampler."""
 
     def __init__(self, draft: DraftStep, verify: VerifyStep, extend: DraftExtendStep, state: RoundState) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class RoundStep(nn.Module):
             rows: ``[B]`` int64 rows of the state.
 
         Returns:
-            ``[B, 1 + 2 n]`` int32 for the host: see :func:`pack`.
+            ``[B, 1 + 2 n]`` int32 for the host, ``[B, 1 + 3 n]`` from a sampling step: see :func:`pack`.
         """
         state, width = self.state, self.width
         table, committed = state.page_table[rows], state.seq_lens[rows]
@@ -86,15 +88,15 @@ class RoundStep(nn.Module):
             state.root_tokens[rows], state.next_token_logits[rows], state.hidden_states[rows], committed, table
         )
         lens = torch.where(committed > 0, committed + width, 0)
-        accept_lens, accept_tokens, hidden, gaps = self.verify(
-            tokens, parents, depths, mask.reshape(-1, width, width), lens, table
+        accept_lens, accept_tokens, hidden, *scores = self.verify(
+            tokens, parents, depths, mask.reshape(-1, width, width), lens, table, rows
         )
         logits, carried = self.extend(accept_tokens, hidden.reshape(-1, width, hidden.shape[1]), lens, accept_lens, table)
         state.next_token_logits.index_put_((rows,), logits)
         state.hidden_states.index_put_((rows,), carried)
         roots = accept_tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0]
         state.advance(rows, committed, accept_lens, roots)
-        return (pack(accept_lens, accept_tokens, gaps),)
+        return (pack(accept_lens, accept_tokens, *scores),)
 
 
 class DecodeRound(nn.Module):
@@ -109,10 +111,10 @@ class DecodeRound(nn.Module):
         state = self.state
         committed = state.seq_lens[rows]
         lens = torch.where(committed > 0, committed + 1, 0)
-        tokens, gaps = self.decode(state.root_tokens[rows][:, None], lens, state.page_table[rows])
+        tokens, *scores = self.decode(state.root_tokens[rows][:, None], lens, state.page_table[rows], rows)
         ones = torch.ones_like(committed)
         state.advance(rows, committed, ones, tokens)
-        return (pack(ones, tokens[:, None], gaps[:, None]),)
+        return (pack(ones, tokens[:, None], *(score[:, None] for score in scores)),)
 
 
 def round_fields(spare_row: int) -> FieldTable:
@@ -120,14 +122,25 @@ def round_fields(spare_row: int) -> FieldTable:
     return FieldTable((Field("rows", "request", (), torch.int64, pad=spare_row),), 1)
 
 
-def pack(accept_lens: Tensor, tokens: Tensor, gaps: Tensor) -> Tensor:
-    """``[B, 1 + 2 n]`` int32: length, tokens, and the bits of the gaps. One copy to the host instead of three."""
-    return torch.cat((accept_lens[:, None], tokens.to(torch.int32), gaps.float().view(torch.int32)), dim=1)
+def pack(accept_lens: Tensor, tokens: Tensor, *scores: Tensor) -> Tensor:
+    """``[B, 1 + (1 + s) n]`` int32: length, tokens, and the bits of ``s`` float32 scores ``[B, n]`` each: margins, then
+    log-probabilities if there are any. One copy to the host instead of three or four."""
+    bits = [score.float().view(torch.int32) for score in scores]
+    return torch.cat((accept_lens[:, None], tokens.to(torch.int32), *bits), dim=1)
 
 
-def unpack(packed: Tensor) -> tuple[list[int], list[list[int]], list[list[float]]]:
-    """Lengths, tokens and gaps of a packed result, on the host."""
+class RoundResult(NamedTuple):
+    """What the host reads of a round: entries behind a request's length are filler. ``logprobs`` of sampling steps only."""
+
+    lens: list[int]
+    tokens: list[list[int]]
+    margins: list[list[float]]
+    logprobs: list[list[float]] | None
+
+
+def unpack(packed: Tensor, width: int) -> RoundResult:
+    """A packed result of ``width`` tokens a request, on the host."""
     host = packed.cpu()
-    width = (host.shape[1] - 1) // 2
-    gaps = host[:, 1 + width :].contiguous().view(torch.float32)
-    return host[:, 0].tolist(), host[:, 1 : 1 + width].tolist(), gaps.tolist()
+    scores = host[:, 1 + width :].contiguous().view(torch.float32)
+    logprobs = scores[:, width:].tolist() if scores.shape[1] > width else None
+    return RoundResult(host[:, 0].tolist(), host[:, 1 : 1 + width].tolist(), scores[:, :width].tolist(), logprobs)

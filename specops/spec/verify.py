@@ -1,7 +1,8 @@
 """Verify: the target runs the tree's ``n`` nodes a request at once, and its own choices decide which path is accepted.
 
 The K/V of the accepted path is then moved to consecutive slots, and the rows that draft-extend needs are laid out. All of
-it is one step without host synchronisation. Plain decoding is the same with a tree of one node.
+it is one step without host synchronisation. Plain decoding is the same with a tree of one node. Without a sampler the
+choices are the target's argmax and nothing is computed for sampling.
 """
 
 from __future__ import annotations
@@ -16,39 +17,91 @@ from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
 from specops.metadata import AttentionMetadata, attention_metadata, slots_of
 from specops.spec.config import SpecConfig
+from specops.spec.sampling import Sampler
 
 
 class VerifyStep(nn.Module):
-    """Greedy tree verification by the target.
+    """Tree verification by the target, greedy or by sampling.
 
-    With ``aux_layers`` the hidden states handed on are those residual streams side by side (EAGLE-3).
+    With ``aux_layers`` the hidden states handed on are those residual streams side by side (EAGLE-3). A ``sampler`` makes
+    it the sampling step; ``full`` says whether that serves penalties and filters.
     """
 
-    def __init__(self, target: nn.Module, page_size: int, config: SpecConfig, aux_layers: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        target: nn.Module,
+        page_size: int,
+        config: SpecConfig,
+        aux_layers: tuple[int, ...] = (),
+        sampler: Sampler | None = None,
+        full: bool = True,
+    ) -> None:
         super().__init__()
         self.aux_layers = aux_layers
         self.target = target
         self.page_size = page_size
         self.config = config
+        self.sampler = sampler
+        self.full = full
 
     def forward(
-        self, tokens: Tensor, parents: Tensor, depths: Tensor, tree_mask: Tensor, seq_lens: Tensor, page_table: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self,
+        tokens: Tensor,
+        parents: Tensor,
+        depths: Tensor,
+        tree_mask: Tensor,
+        seq_lens: Tensor,
+        page_table: Tensor,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """
         Args:
             tokens, parents, depths: ``[B, n]`` int64.
             tree_mask: ``[B, n, n]`` bool.
             seq_lens: ``[B]`` int32, keys including the ``n`` nodes; 0 for padded requests.
             page_table: ``[B, max_pages]`` int32.
+            rows: ``[B]`` int64, the requests' rows in the sampler; None without one.
 
         Returns:
             accept_lens: ``[B]`` int32, tokens emitted, 1 to ``num_steps + 1``.
             accept_tokens: ``[B, n]`` int64, the emitted tokens, then filler: the input of draft-extend.
             hidden_states: ``[B * n, H]``, the target's hidden states at the accepted nodes, then filler.
             margins: ``[B, n]`` float32, gap between the target's two best logits where each token was chosen.
+            logprobs: ``[B, n]`` float32, each token's log-probability in the target's logits. With a sampler only.
         """
         batch, width = tokens.shape
         chain = self.config.topk == 1
+        hidden, handed_on = self.run_tree(tokens, depths, tree_mask, seq_lens, page_table)
+        logits = self.target.compute_logits(hidden)  # type: ignore[operator]
+        best = logits.topk(2, dim=1)
+        likeliest = best.indices[:, 0].reshape(batch, width)
+        if self.sampler is None or rows is None:
+            accepted = ops.verify_greedy(tokens, parents, depths, likeliest, num_steps=self.config.num_steps)
+        else:
+            accepted = self._sample(
+                logits.view(batch, width, -1), likeliest, tokens, parents, depths, tree_mask, seq_lens, rows
+            )
+        accept_lens, accept_index, accept_tokens = accepted
+        places = _fit(accept_index.clamp(min=0), width)
+        if not chain:
+            self._compact(accept_index, seq_lens, page_table, width)
+        handed_on = handed_on.reshape(batch, width, -1)
+        handed_on = handed_on.gather(1, places[:, :, None].expand(-1, -1, handed_on.shape[2]))
+        gaps = (best.values[:, 0] - best.values[:, 1]).float().reshape(batch, width)
+        emitted = _fit(accept_tokens, width)
+        result = (accept_lens, emitted, handed_on.flatten(0, 1), gaps.gather(1, places))
+        if self.sampler is None or rows is None:
+            return result
+        if self.full:
+            real = torch.arange(width, device=tokens.device) < accept_lens[:, None]
+            self.sampler.mark(rows, torch.where(real, emitted, emitted[:, :1]))
+        return (*result, _logprobs(logits.view(batch, width, -1), places, emitted))
+
+    def run_tree(
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, seq_lens: Tensor, page_table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Both results of :func:`run_target` over the nodes, ``[B * n, H]``; arguments as for :meth:`forward`."""
+        width, chain = tokens.shape[1], self.config.topk == 1
         meta = attention_metadata(
             page_table,
             seq_lens,
@@ -58,19 +111,31 @@ class VerifyStep(nn.Module):
             depths=None if chain else depths.reshape(-1),
             tree_mask=None if chain else tree_mask.reshape(-1, width),
         )
-        hidden, handed_on = run_target(self.target, tokens.reshape(-1), meta, self.aux_layers)
-        best = self.target.compute_logits(hidden).topk(2, dim=1)  # type: ignore[operator]
-        target_tokens = best.indices[:, 0].reshape(batch, width)
-        accept_lens, accept_index, accept_tokens = ops.verify_greedy(
-            tokens, parents, depths, target_tokens, num_steps=self.config.num_steps
-        )
-        rows = _fit(accept_index.clamp(min=0), width)
-        if not chain:
-            self._compact(accept_index, seq_lens, page_table, width)
-        handed_on = handed_on.reshape(batch, width, -1)
-        handed_on = handed_on.gather(1, rows[:, :, None].expand(-1, -1, handed_on.shape[2]))
-        gaps = (best.values[:, 0] - best.values[:, 1]).float().reshape(batch, width)
-        return accept_lens, _fit(accept_tokens, width), handed_on.flatten(0, 1), gaps.gather(1, rows)
+        return run_target(self.target, tokens.reshape(-1), meta, self.aux_layers)
+
+    def _sample(
+        self,
+        logits: Tensor,
+        likeliest: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        depths: Tensor,
+        tree_mask: Tensor,
+        seq_lens: Tensor,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As :func:`specops.ops.verify_greedy`, by the rows' sampling parameters."""
+        assert self.sampler is not None
+        width, num_steps = tokens.shape[1], self.config.num_steps
+        committed = seq_lens.long() - width
+        weights, likeliest = self.sampler.weights(logits, likeliest, rows, full=self.full, tokens=tokens, sees=tree_mask)
+        if self.config.acceptance == "coupled":
+            # Padded requests stand at negative positions; theirs are masked to words and never read.
+            chosen = self.sampler.choose(weights, likeliest, rows, committed[:, None] + depths + 1)
+            return ops.verify_greedy(tokens, parents, depths, chosen, num_steps=num_steps)
+        probabilities = self.sampler.probabilities(weights, likeliest, rows)
+        tests, bonus = self.sampler.tree_uniforms(rows, committed, width)
+        return ops.verify_sampling(tokens, parents, probabilities, None, tests, bonus, num_steps=num_steps)
 
     def _compact(self, accept_index: Tensor, seq_lens: Tensor, page_table: Tensor, width: int) -> None:
         """Move the accepted nodes' K/V to the slots right behind the prefix, in every layer."""
@@ -90,25 +155,56 @@ class VerifyStep(nn.Module):
 class DecodeStep(nn.Module):
     """One step of plain decoding: each request's last token in, the target's choice out."""
 
-    def __init__(self, target: nn.Module, page_size: int) -> None:
+    def __init__(self, target: nn.Module, page_size: int, sampler: Sampler | None = None, full: bool = True) -> None:
         super().__init__()
         self.target = target
         self.page_size = page_size
+        self.sampler = sampler
+        self.full = full
 
-    def forward(self, tokens: Tensor, seq_lens: Tensor, page_table: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, seq_lens: Tensor, page_table: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """
         Args:
             tokens: ``[B, 1]`` int64.
             seq_lens: ``[B]`` int32, keys including this token.
             page_table: ``[B, max_pages]`` int32.
+            rows: as for :class:`VerifyStep`.
 
         Returns:
-            ``[B]`` int64 next tokens and ``[B]`` float32 gaps between the two best logits.
+            ``[B]`` int64 next tokens, ``[B]`` float32 gaps between the two best logits, and with a sampler ``[B]``
+            float32 log-probabilities.
         """
         meta = attention_metadata(page_table, seq_lens, QueryLayout.uniform(1), self.page_size)
         hidden = self.target(tokens.reshape(-1), meta)
-        best = self.target.compute_logits(hidden).topk(2, dim=1)  # type: ignore[operator]
-        return best.indices[:, 0], (best.values[:, 0] - best.values[:, 1]).float()
+        logits = self.target.compute_logits(hidden)  # type: ignore[operator]
+        return choose_next(logits, seq_lens, self.sampler, rows, self.full)
+
+
+def choose_next(
+    logits: Tensor, seq_lens: Tensor, sampler: Sampler | None = None, rows: Tensor | None = None, full: bool = True
+) -> tuple[Tensor, ...]:
+    """The token after each request's last one: greedy, or by its row of the sampler.
+
+    Args:
+        logits: ``[B, V]``.
+        seq_lens: ``[B]`` int32, tokens so far, which is the place of the new one.
+        sampler, rows, full: as for :class:`VerifyStep`.
+
+    Returns:
+        ``[B]`` int64 tokens, ``[B]`` float32 gaps, and with a sampler ``[B]`` float32 log-probabilities.
+    """
+    best = logits.topk(2, dim=1)
+    tokens, gaps = best.indices[:, 0], (best.values[:, 0] - best.values[:, 1]).float()
+    if sampler is None or rows is None:
+        return tokens, gaps
+    logits = logits[:, None]
+    weights, likeliest = sampler.weights(logits, tokens[:, None], rows, full=full)
+    chosen = sampler.choose(weights, likeliest, rows, seq_lens.long()[:, None])
+    if full:
+        sampler.mark(rows, chosen)
+    return chosen[:, 0], gaps, _logprobs(logits, torch.zeros_like(chosen), chosen)[:, 0]
 
 
 def run_target(
@@ -130,8 +226,12 @@ def move_cache(cache: Any, source_slots: Tensor, target_slots: Tensor) -> None:
         ops.move_kv(cache.k, cache.v, source_slots, target_slots)
 
 
-def verify_fields(config: SpecConfig, max_pages: int) -> FieldTable:
-    """Field table of :class:`VerifyStep`. A padded request accepts nothing below its root."""
+def verify_fields(config: SpecConfig, max_pages: int, spare_row: int | None = None) -> FieldTable:
+    """Field table of :class:`VerifyStep`. A padded request accepts nothing below its root.
+
+    With a ``spare_row``, the table of the sampling step, whose padding has that row.
+    """
+    rows = () if spare_row is None else (Field("rows", "request", (), torch.int64, pad=spare_row),)
     return FieldTable(
         (
             Field("tokens", "token", (), torch.int64),
@@ -140,6 +240,7 @@ def verify_fields(config: SpecConfig, max_pages: int) -> FieldTable:
             Field("tree_mask", "token", (config.width,), torch.bool),
             Field("seq_lens", "request", (), torch.int32),
             Field("page_table", "request", (max_pages,), torch.int32),
+            *rows,
         ),
         config.width,
     )
@@ -148,3 +249,10 @@ def verify_fields(config: SpecConfig, max_pages: int) -> FieldTable:
 def _fit(rows: Tensor, width: int) -> Tensor:
     """``[B, width]``: columns behind the path are zero; a path is never longer than ``width``."""
     return nn.functional.pad(rows, (0, width - rows.shape[1])) if rows.shape[1] < width else rows[:, :width]
+
+
+def _logprobs(logits: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    """``[B, k]`` float32 log-probabilities of ``tokens`` ``[B, k]`` at rows ``places`` of ``logits`` ``[B, n, V]``."""
+    vocab = logits.shape[2]
+    totals = logits.float().logsumexp(dim=2).gather(1, places)
+    return logits.flatten(1).gather(1, places * vocab + tokens).float() - totals

@@ -1,0 +1,188 @@
+"""The runners of an engine's rounds: one set for greedy batches and, once needed, one for each kind of sampling.
+
+A batch takes the simplest variant that serves all of its requests:
+
+* ``"greedy"``: every request takes the target's argmax; nothing is computed for sampling.
+* ``"sampled"``: some request has a temperature, or wants log-probabilities.
+* ``"filtered"``: some request has a filter (top-k, top-p, min-p) or a repetition penalty.
+
+Every variant serves the requests of those before it with the same results. The last two are built, and captured, when a
+request first needs them, or by ``warm_up(sampling=True)``. All share state, caches and weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from specops.batch import DraftExtendBatch
+from specops.compile.draft_extend import DraftExtendRunner, DraftExtendStep, draft_extend_packed
+from specops.compile.step_runner import StepRunner
+from specops.spec.config import SpecConfig
+from specops.spec.draft import DraftStep, draft_fields
+from specops.spec.round import DecodeRound, RoundResult, RoundState, RoundStep, pack, round_fields, unpack
+from specops.spec.sampling import Sampler
+from specops.spec.verify import DecodeStep, VerifyStep, verify_fields
+
+Variant = Literal["greedy", "sampled", "filtered"]
+VARIANTS: tuple[Variant, ...] = ("greedy", "sampled", "filtered")
+Clock = Callable[[str, float], float]
+
+
+class RoundRunners:
+    """Builds the steps of a round and runs them.
+
+    Args:
+        target, draft: the models; caches allocated. Without a draft a round is a step of plain decoding.
+        state: the requests' state.
+        config, page_size, max_pages: shape of a round and of the page tables.
+        split: draft, verify and draft-extend behind a runner each.
+        clock: told the name of a phase and when it started; returns the time now.
+        **options: of :class:`StepRunner`.
+
+    Attributes:
+        runners: every runner built so far, by name. Those of the sampling variants end in the variant's name.
+        sampler: the requests' sampling parameters; None until a request samples.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module,
+        draft: nn.Module | None,
+        state: RoundState,
+        config: SpecConfig,
+        *,
+        page_size: int,
+        max_pages: int,
+        split: bool,
+        clock: Clock,
+        **options: Any,
+    ) -> None:
+        self.target, self.draft, self.state, self.config = target, draft, state, config
+        self.page_size, self.max_pages, self.split = page_size, max_pages, split and draft is not None
+        self.clock, self.options = clock, options
+        self.aux_layers: tuple[int, ...] = draft.config.aux_layers if draft is not None else ()  # type: ignore
+        self.sampler: Sampler | None = None
+        self.runners: dict[str, StepRunner] = {}
+        self._main: dict[Variant, StepRunner] = {}
+        self._drafting = None if draft is None else DraftStep(draft, page_size, config)
+        if self.split:
+            self._build_split()
+        self.build("greedy")
+
+    def build(self, variant: Variant) -> StepRunner:
+        """The runner that differs between variants: the whole round, plain decoding, or verify of a split round."""
+        if variant in self._main:
+            return self._main[variant]
+        sampler = None if variant == "greedy" else self.ensure_sampler()
+        full = variant == "filtered"
+        table = round_fields(self.state.spare_row)
+        step: nn.Module
+        if self.draft is None:
+            name, step = "decode", DecodeRound(DecodeStep(self.target, self.page_size, sampler, full), self.state)
+        else:
+            name, step = "verify", VerifyStep(self.target, self.page_size, self.config, self.aux_layers, sampler, full)
+            if self.split:
+                table = verify_fields(self.config, self.max_pages, None if sampler is None else self.state.spare_row)
+            else:
+                assert self._drafting is not None
+                extend = DraftExtendStep(self.draft, self.page_size, self.config.width)
+                name, step = "round", RoundStep(self._drafting, step, extend, self.state)
+        name = name if variant == "greedy" else f"{name}_{variant}"
+        # One memory pool: replays of two variants never overlap, and outputs are copied out.
+        pool = self._main["greedy"].pool if self._main else None
+        self._main[variant] = self.runners[name] = StepRunner(step, table, name=name, pool=pool, **self.options)
+        return self._main[variant]
+
+    def ensure_sampler(self) -> Sampler:
+        if self.sampler is None:
+            state = self.state
+            vocab = self.target.config.vocab_size  # type: ignore[union-attr]
+            self.sampler = Sampler(state.spare_row + 1, vocab, state.seq_lens.device)  # type: ignore[arg-type]
+        return self.sampler
+
+    def run(self, rows: Tensor, variant: Variant) -> RoundResult:
+        """One round of the requests in ``rows`` ``[B]`` int64."""
+        runner = self.build(variant)
+        if self.split:
+            return self._run_split(rows, runner)
+        started = time.perf_counter()
+        result = unpack(runner({"rows": rows})[0], 1 if self.draft is None else self.config.width)
+        self.clock(self._main["greedy"].name, started)
+        return result
+
+    def _build_split(self) -> None:
+        draft: Any = self.draft
+        dtype = self.state.hidden_states.dtype
+        table = draft_fields(draft.config.draft_vocab_size, draft.config.hidden_size, self.max_pages, dtype)
+        assert self._drafting is not None
+        self.runners["draft"] = StepRunner(self._drafting, table, name="draft", **self.options)
+        if self.config.draft_extend == "v2":
+            options = {name: value for name, value in self.options.items() if name != "device"}
+            self.runners["draft_extend"] = DraftExtendRunner(
+                draft,
+                draft.caches,
+                tokens_per_request=self.config.width,
+                max_pages=self.max_pages,
+                dtype=dtype,
+                **options,
+            ).runner
+
+    def _run_split(self, rows: Tensor, verify: StepRunner) -> RoundResult:
+        state, width = self.state, self.config.width
+        table, committed = state.page_table[rows], state.seq_lens[rows]
+        started = self.clock("", time.perf_counter())
+        tokens, parents, depths, mask = self.runners["draft"](
+            {
+                "root_tokens": state.root_tokens[rows],
+                "next_token_logits": state.next_token_logits[rows],
+                "hidden_states": state.hidden_states[rows],
+                "seq_lens": committed,
+                "page_table": table,
+            }
+        )
+        started = self.clock("draft", started)
+        batch = {
+            "tokens": tokens,
+            "parents": parents,
+            "depths": depths,
+            "tree_mask": mask,
+            "seq_lens": committed + width,
+            "page_table": table,
+        }
+        if "rows" in verify.table.names:
+            batch["rows"] = rows
+        accept_lens, accept_tokens, hidden, *scores = verify(batch)
+        started = self.clock("verify", started)
+        logits, carried = self._extend(accept_lens, accept_tokens, hidden, committed, table)
+        roots = accept_tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0]
+        state.join(rows, committed + accept_lens, roots, logits, carried)
+        started = self.clock("draft_extend", started)
+        result = unpack(pack(accept_lens, accept_tokens, *scores), width)
+        self.clock("read_back", started)
+        return result
+
+    def _extend(
+        self, accept_lens: Tensor, accept_tokens: Tensor, hidden: Tensor, committed: Tensor, table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        width = self.config.width
+        if self.config.draft_extend == "v2":
+            batch = DraftExtendBatch(accept_tokens, hidden, committed + width, accept_lens, table)
+            logits, carried = self.runners["draft_extend"](batch.as_dict())
+            return logits, carried
+        real = (torch.arange(width, device=accept_lens.device) < accept_lens[:, None]).reshape(-1)
+        assert self.draft is not None
+        return draft_extend_packed(
+            self.draft,
+            self.page_size,
+            accept_tokens.reshape(-1)[real],
+            hidden[real],
+            committed + accept_lens,
+            accept_lens,
+            table,
+            max_accept_len=self.config.max_accept_len,
+        )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from specops.compile import DraftExtendRunner
+from specops.compile import DraftExtendRunner, GraphLost
 from specops.compile.report import compiled_graphs, skipped_graphs
 from specops.spec import Engine, SpecConfig
 from tests.compile.toys import WIDTH, batch_of, fill, plain, runner_for, tiny_draft
@@ -49,7 +49,7 @@ def test_f23_f48_every_bucket_is_captured_by_two_compiled_graphs(mode: str) -> N
     runner = runner_for(draft, mode, max_requests=20, buckets=range(1, 21), strict=True)
     skipped, compiled = skipped_graphs(), compiled_graphs()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", GraphLost)
         report = runner.warm_up()
         for size in (2, 4, 1, 20, 3, 19, 5, 8):
             check(runner, draft, [10 + size] * size, [2] * size, seed=size)

@@ -67,27 +67,29 @@ def _compile_only(arch: int, kernels: list[Any]) -> Iterator[None]:
 
     from specops.ops import triton_common
 
-    run, sms = JITFunction.run, triton_common.num_sms
+    run = JITFunction.run
+    told: dict[str, Any] = {"num_sms": lambda device: 132, "launches_overlap": lambda device: arch >= 90}
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernels.append(kernel)
         return kernel
 
+    asked = {name: getattr(triton_common, name) for name in told}
     active = getattr(driver, "_active", None)
     driver.set_active(_NoDriver(GPUTarget("cuda", arch, 32)))
     JITFunction.run = warm
     modules = [module for name, module in sys.modules.items() if name.startswith("specops.ops.triton_")]
     for module in modules:
-        if hasattr(module, "num_sms"):
-            module.num_sms = lambda device: 132  # type: ignore[attr-defined]
+        for name in told.keys() & vars(module).keys():
+            setattr(module, name, told[name])
     try:
         yield
     finally:
         JITFunction.run = run
         for module in modules:
-            if hasattr(module, "num_sms"):
-                module.num_sms = sms  # type: ignore[attr-defined]
+            for name in told.keys() & vars(module).keys():
+                setattr(module, name, asked[name])
         if active is not None:
             driver.set_active(active)
     assert triton is not None

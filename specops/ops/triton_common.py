@@ -7,7 +7,8 @@ blocks it may see. The costs of all units, read from ``seq_lens``, are laid end 
 contiguous stretch of them. So the host fixes only the number of programs, from shapes, while the split follows the real
 lengths: long requests are spread over many programs and short ones share one. A program that owns a whole unit writes the
 output; else it writes a partial result (normalised output and base-2 log-sum-exp) that is merged, either by the last
-program of the unit to arrive or by a second kernel.
+program of the unit to arrive or by a second kernel. Where there are few requests the schedule is not worth its time: each
+unit gets the same number of programs, and they take its blocks in turn.
 
 A unit reads only keys in ``[0, seq_len)`` of its request, through masks that put zeros elsewhere, so NaN behind a
 sequence's end and in pages of others never meets a number.
@@ -54,6 +55,7 @@ class Tiling:
         inline_merge: merge by the last program to arrive instead of by a second kernel.
         min_blocks: the fewest key blocks worth a program.
         max_registers: registers a thread, to fit more programs on a multiprocessor; None leaves it to the compiler.
+        direct: give every unit the same number of programs, which take its blocks in turn, instead of the schedule.
     """
 
     block_m: int
@@ -65,6 +67,7 @@ class Tiling:
     inline_merge: bool = True
     min_blocks: int = 1
     max_registers: int | None = None
+    direct: bool = False
 
 
 def next_power_of_2(number: int) -> int:
@@ -76,6 +79,13 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launches_overlap(device: torch.device) -> bool:
+    """Whether a dependent launch may start before the one it waits for has ended: NVIDIA 9.0 and later."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class _Arena:
@@ -384,10 +394,24 @@ def sink_factor(lse, sinks, head, valid, SINKS: tl.constexpr):
 
 
 @triton.jit
-def merge_partials(
+def slot_of(index, first_slot, slot_step, DIRECT: tl.constexpr):
+    """Where contributor ``index`` of a unit left its partial result.
+
+    Under the schedule a program has two slots: an odd one for the unit that its stretch ends in, which only the first
+    contributor of a unit uses, and an even one for the unit that its stretch begins in. Else a program has one.
+    """
+    slot = first_slot + index * slot_step
+    if not DIRECT:
+        slot += tl.where(index == 0, 1, 0)
+    return slot
+
+
+@triton.jit
+def merge_side_by_side(
     partial,
     partial_lse,
-    first_program,
+    first_slot,
+    slot_step,
     contributors,
     row,
     column,
@@ -395,13 +419,51 @@ def merge_partials(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):
-    """Weighted sum of the partial results of one unit.
+    """As :func:`merge_partials`, with ``CHUNK`` contributors loaded at once: for many contributors and few rows."""
+    top = tl.full(row.shape, NEG_INF, tl.float32)
+    total = row.to(tl.float32) * 0
+    out = row.to(tl.float32)[:, None] * 0 + column.to(tl.float32)[None, :] * 0
+    lanes = tl.arange(0, CHUNK)
+    for begin in range(0, contributors, CHUNK):
+        index = begin + lanes
+        here = index < contributors
+        slot = slot_of(index, first_slot, slot_step, DIRECT).to(tl.int64)
+        at_row = slot[:, None] * BLOCK_M + row[None, :]
+        lse = tl.load(partial_lse + at_row, mask=here[:, None], other=NEG_INF, cache_modifier=".cg")
+        where = partial + at_row[:, :, None] * BLOCK_DV + column[None, None, :]
+        part = tl.load(where, mask=here[:, None, None] & column_valid[None, None, :], other=0.0, cache_modifier=".cg")
+        top_new = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(top_new == NEG_INF, 0.0, top_new)
+        weight = tl.exp2(lse - base[None, :])
+        factor = tl.exp2(top - base)
+        total = total * factor + tl.sum(weight, 0)
+        out = out * factor[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        top = top_new
+    safe = tl.where(total == 0, 1.0, total)
+    return out / safe[:, None], tl.where(total == 0, NEG_INF, top + tl.log2(safe))
 
-    The first contributor's partial is in its odd slot (its stretch ended inside the unit), the others' in their even one
-    (theirs began inside it).
+
+@triton.jit
+def merge_partials(
+    partial,
+    partial_lse,
+    first_slot,
+    slot_step,
+    contributors,
+    row,
+    column,
+    column_valid,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
+    """Weighted sum of the partial results of one unit, a few contributors at a time: for few contributors and many rows.
 
     Args:
+        first_slot, slot_step: see :func:`slot_of`.
         row: ``[R]`` rows of the tile.
         column: ``[C]`` value columns.
 
@@ -412,7 +474,7 @@ def merge_partials(
     lanes = tl.arange(0, 16)
     for begin in range(0, contributors, 16):
         index = begin + lanes
-        slot = 2 * (first_program + index) + tl.where(index == 0, 1, 0)
+        slot = slot_of(index, first_slot, slot_step, DIRECT)
         where = partial_lse + slot.to(tl.int64)[:, None] * BLOCK_M + row[None, :]
         lse = tl.load(where, mask=(index < contributors)[:, None], other=NEG_INF, cache_modifier=".cg")
         top = tl.maximum(top, tl.max(lse, 0))
@@ -422,7 +484,7 @@ def merge_partials(
     for begin in range(0, contributors, CHUNK):
         for step in tl.static_range(CHUNK):
             index = begin + step
-            slot = 2 * (first_program + index) + tl.where(index == 0, 1, 0)
+            slot = slot_of(index, first_slot, slot_step, DIRECT)
             here = index < contributors
             at = partial_lse + slot.to(tl.int64) * BLOCK_M + row
             lse = tl.load(at, mask=here & (row >= 0), other=NEG_INF, cache_modifier=".cg")

@@ -23,6 +23,7 @@ from specops.ops.triton_common import (
     NEG_INF,
     along_rows,
     merge_partials,
+    merge_side_by_side,
     product,
     request_costs,
     request_scalars,
@@ -64,6 +65,7 @@ def fold_blocks(
     acc,
     begin,
     end,
+    step,
     k_head,
     v_head,
     pages,
@@ -95,24 +97,28 @@ def fold_blocks(
     TREE: tl.constexpr,
     TREE_BITS: tl.constexpr,
     MASKED: tl.constexpr,
+    FIRST_IS_PAGE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Fold key blocks ``begin`` to ``end`` into the softmax state of one tile.
+    """Fold every ``step``-th key block from ``begin`` to ``end`` into the softmax state of one tile.
 
     Page ids are fetched one block ahead: a block that lies inside one page needs a single id. Without MASKED every key of
-    every block is visible to every row.
+    every block is visible to every row. With FIRST_IS_PAGE block ``begin`` lies inside the page table even where it is
+    behind the sequence, so that its page id can be fetched before the length is known.
     """
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     d2 = tl.arange(0, max(BLOCK_D2, 1))
     dv = tl.arange(0, BLOCK_DV)
-    if ONE_PAGE:
+    if ONE_PAGE and FIRST_IS_PAGE:
+        page = tl.load(pages + begin * BLOCK_N // PAGE_SIZE)
+    elif ONE_PAGE:
         page = tl.load(pages + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
     else:
         key = begin * BLOCK_N + n
         page = tl.load(pages + key // PAGE_SIZE, mask=(key < seq_len) & (begin < end), other=0)
-    for block in tl.range(begin, end, num_stages=STAGES):
+    for block in tl.range(begin, end, step, num_stages=STAGES):
         key = block * BLOCK_N + n
         if ONE_PAGE:
             k_page = k_head + page.to(tl.int64) * stride_kp
@@ -120,13 +126,13 @@ def fold_blocks(
             offset = (block * BLOCK_N) % PAGE_SIZE + n
             k_at_row = k_page + offset[:, None] * stride_ks
             v_at = v_page + offset[:, None] * stride_vs + dv[None, :]
-            page = tl.load(pages + (block + 1) * BLOCK_N // PAGE_SIZE, mask=block + 1 < end, other=0)
+            page = tl.load(pages + (block + step) * BLOCK_N // PAGE_SIZE, mask=block + step < end, other=0)
         else:
             offset = key % PAGE_SIZE
             k_at_row = k_head + (page.to(tl.int64) * stride_kp + offset * stride_ks)[:, None]
             v_at = v_head + (page.to(tl.int64) * stride_vp + offset * stride_vs)[:, None] + dv[None, :]
-            ahead = key + BLOCK_N
-            page = tl.load(pages + ahead // PAGE_SIZE, mask=(ahead < seq_len) & (block + 1 < end), other=0)
+            ahead = key + step * BLOCK_N
+            page = tl.load(pages + ahead // PAGE_SIZE, mask=(ahead < seq_len) & (block + step < end), other=0)
         inside = (key < seq_len)[:, None]
         k_at = k_at_row + d[None, :]
         k = load_tile(k_at, inside, (d < D)[None, :], MASKED, BLOCK_D != D).to(q.dtype)
@@ -220,114 +226,223 @@ def split_kernel(
     INLINE_MERGE: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """An equal stretch of all units' key blocks a program; see the module's docstring."""
+    """An equal stretch of all units' key blocks a program, or with DIRECT an equal share of one unit's; see the module."""
+    if OVERLAP:
+        # The merge kernel may be put in place now; it waits for this one's end before it reads.
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
-    cost = request_costs(
-        seq_lens, query_start, num_requests, query_len, window, tree_width,
-        HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
-    )  # fmt: skip
-    upto = tl.cumsum(cost, 0)
-    all_blocks = tl.sum(cost, 0)
-    stretch = tl.maximum((all_blocks + tl.num_programs(0) - 1) // tl.num_programs(0), MIN_BLOCKS)
-    position = pid * stretch
-    stop = tl.minimum(position + stretch, all_blocks)
     if PACKED:
         _zero_unowned_rows(out, query_start, num_requests, num_rows, pid, HEADS * GROUP, DV, BLOCK_DV)
     v_factor = 1.0
     if SCALED_KV:
         score_scale = score_scale * tl.load(k_scale)
         v_factor = tl.load(v_scale)
+    if DIRECT:
+        units = num_requests * HEADS * max_tiles
+        splits = tl.num_programs(0) // units
+        unit_id = pid % units
+        index = pid // units
+        request = unit_id // (HEADS * max_tiles)
+        kv_head = unit_id // max_tiles % HEADS
+        tile = unit_id % max_tiles
+        seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
+        first_block, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
+        contributors = tl.minimum(blocks, splits)
+        if (tile < tiles) & (index < contributors):
+            split_unit(
+                q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
+                request, kv_head, tile, seq_len, start, rows, first_block + index, first_block + blocks, splits,
+                pid, unit_id, units, contributors,
+                max_tiles, window, tree_width, score_scale, cap, v_factor,
+                stride_qt, stride_qh, stride_q2t, stride_q2h,
+                stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_pages, stride_mask,
+                HEADS, GROUP, D, D2, DV, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V, BLOCK_W,
+                WINDOW, SOFTCAP, SINKS, TREE, TREE_BITS, SWAP, INLINE_MERGE, MERGE_ROWS, DIRECT, STAGES,
+            )  # fmt: skip
+    else:
+        cost = request_costs(
+            seq_lens, query_start, num_requests, query_len, window, tree_width,
+            HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
+        )  # fmt: skip
+        upto = tl.cumsum(cost, 0)
+        all_blocks = tl.sum(cost, 0)
+        stretch = tl.maximum((all_blocks + tl.num_programs(0) - 1) // tl.num_programs(0), MIN_BLOCKS)
+        position = pid * stretch
+        stop = tl.minimum(position + stretch, all_blocks)
+        while position < stop:
+            # The request and unit that this place of the schedule falls in.
+            before = upto <= position
+            request = tl.sum(before.to(tl.int32), 0)
+            within = position - tl.sum(tl.where(before, cost, 0), 0)
+            seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
+            first_block, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
+            unit = within // blocks
+            skip = within - unit * blocks
+            count = tl.minimum(blocks - skip, stop - position)
+            kv_head = unit // tiles
+            unit_start = position - skip
+            first_program = unit_start // stretch
+            split_unit(
+                q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
+                request, kv_head, unit - kv_head * tiles, seq_len, start, rows,
+                first_block + skip, first_block + skip + count, 1,
+                2 * pid + tl.where(pid == first_program, 1, 0), 2 * first_program, 2,
+                (unit_start + blocks - 1) // stretch - first_program + 1,
+                max_tiles, window, tree_width, score_scale, cap, v_factor,
+                stride_qt, stride_qh, stride_q2t, stride_q2h,
+                stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_pages, stride_mask,
+                HEADS, GROUP, D, D2, DV, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V, BLOCK_W,
+                WINDOW, SOFTCAP, SINKS, TREE, TREE_BITS, SWAP, INLINE_MERGE, MERGE_ROWS, DIRECT, STAGES,
+            )  # fmt: skip
+            position += count
+
+
+@triton.jit
+def split_unit(
+    q,
+    q2,
+    k_cache,
+    v_cache,
+    out,
+    page_table,
+    sinks,
+    tree_mask,
+    partial,
+    partial_lse,
+    counters,
+    request,
+    kv_head,
+    tile,
+    seq_len,
+    start,
+    rows,
+    begin,
+    end,
+    step,
+    slot,
+    first_slot,
+    slot_step,
+    contributors,
+    max_tiles,
+    window,
+    tree_width,
+    score_scale,
+    cap,
+    v_factor,
+    stride_qt,
+    stride_qh,
+    stride_q2t,
+    stride_q2h,
+    stride_kp,
+    stride_ks,
+    stride_kh,
+    stride_vp,
+    stride_vs,
+    stride_vh,
+    stride_pages,
+    stride_mask,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SHARED_V: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    TREE: tl.constexpr,
+    TREE_BITS: tl.constexpr,
+    SWAP: tl.constexpr,
+    INLINE_MERGE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Every ``step``-th key block from ``begin`` to ``end`` of one unit: into the output when this program is the only
+    contributor, else into slot ``slot`` of the partial results, and merged if this program is the last of them."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     m_index = tl.arange(0, BLOCK_M)
-    while position < stop:
-        # The request and unit that this place of the schedule falls in.
-        before = upto <= position
-        request = tl.sum(before.to(tl.int32), 0)
-        within = position - tl.sum(tl.where(before, cost, 0), 0)
-        seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
-        first_block, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
-        unit = within // blocks
-        skip = within - unit * blocks
-        count = tl.minimum(blocks - skip, stop - position)
-        kv_head = unit // tiles
-        tile = unit - kv_head * tiles
+    flat = tile * BLOCK_M + m_index
+    row = flat // GROUP
+    head = kv_head * GROUP + flat % GROUP
+    valid = row < rows
+    q_at = q + (start + row).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
+    q_tile = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    q2_tile = q_tile
+    if D2 > 0:
+        d2 = tl.arange(0, BLOCK_D2)
+        q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
+        q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
+    first, last, bits = row_limits(
+        row, valid, start, seq_len, rows, window, tree_mask, stride_mask, tree_width,
+        BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
+    )  # fmt: skip
+    mask_row = tree_mask
+    if TREE and TREE_BITS == 0:
+        mask_row = tree_mask + (start + row).to(tl.int64) * stride_mask
+    low, high = tile_keys(
+        tile * BLOCK_M // GROUP, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
+        seq_len, rows, window, tree_width, WINDOW, TREE,
+    )  # fmt: skip
+    if WINDOW:
+        # Blocks that none of this tile's rows sees, in whole steps.
+        begin += tl.maximum(low // BLOCK_N - begin + step - 1, 0) // step * step
+    end = tl.minimum(end, (high + BLOCK_N - 1) // BLOCK_N)
 
-        flat = tile * BLOCK_M + m_index
-        row = flat // GROUP
-        head = kv_head * GROUP + flat % GROUP
-        valid = row < rows
-        q_at = q + (start + row).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
-        q_tile = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-        q2_tile = q_tile
-        if D2 > 0:
-            d2 = tl.arange(0, BLOCK_D2)
-            q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
-            q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
-        first, last, bits = row_limits(
-            row, valid, start, seq_len, rows, window, tree_mask, stride_mask, tree_width,
-            BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
-        )  # fmt: skip
-        mask_row = tree_mask
-        if TREE and TREE_BITS == 0:
-            mask_row = tree_mask + (start + row).to(tl.int64) * stride_mask
-        low, high = tile_keys(
-            tile * BLOCK_M // GROUP, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
-            seq_len, rows, window, tree_width, WINDOW, TREE,
-        )  # fmt: skip
-        begin = tl.maximum(first_block + skip, low // BLOCK_N)
-        end = tl.minimum(first_block + skip + count, (high + BLOCK_N - 1) // BLOCK_N)
+    m = tl.full((BLOCK_M,), NEG_INF, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SWAP:
+        acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    m, total, acc = fold_blocks(
+        q_tile, q2_tile, m, total, acc, begin, end, step,
+        k_cache + kv_head.to(tl.int64) * stride_kh, v_cache + kv_head.to(tl.int64) * stride_vh,
+        page_table + request.to(tl.int64) * stride_pages,
+        seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+        stride_kp, stride_ks, stride_vp, stride_vs,
+        D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
+        SWAP, WINDOW, SOFTCAP, TREE, TREE_BITS, True, DIRECT and not WINDOW, STAGES,
+    )  # fmt: skip
+    safe = tl.where(total == 0, 1.0, total)
+    result = acc * along_rows(v_factor / safe, SWAP)
+    if SWAP:
+        result = tl.trans(result)
+    lse = tl.where(total == 0, NEG_INF, m + tl.log2(safe))
 
-        m = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        if SWAP:
-            acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        m, total, acc = fold_blocks(
-            q_tile, q2_tile, m, total, acc, begin, end,
-            k_cache + kv_head.to(tl.int64) * stride_kh, v_cache + kv_head.to(tl.int64) * stride_vh,
-            page_table + request.to(tl.int64) * stride_pages,
-            seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
-            stride_kp, stride_ks, stride_vp, stride_vs,
-            D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
-            SWAP, WINDOW, SOFTCAP, TREE, TREE_BITS, True, STAGES,
-        )  # fmt: skip
-        safe = tl.where(total == 0, 1.0, total)
-        result = acc * along_rows(v_factor / safe, SWAP)
-        if SWAP:
-            result = tl.trans(result)
-        lse = tl.where(total == 0, NEG_INF, m + tl.log2(safe))
-
-        unit_start = position - skip
-        first_program = unit_start // stretch
-        contributors = (unit_start + blocks - 1) // stretch - first_program + 1
+    if contributors == 1:
+        result = result * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
         out_at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + dv[None, :]
-        out_mask = valid[:, None] & (dv < DV)[None, :]
-        if contributors == 1:
-            result = result * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
-            tl.store(out_at, result.to(out.dtype.element_ty), mask=out_mask)
-        else:
-            slot = (2 * pid + tl.where(pid == first_program, 1, 0)).to(tl.int64)
-            at = partial + (slot * BLOCK_M + m_index)[:, None] * BLOCK_DV + dv[None, :]
-            tl.store(at, result, mask=(dv < DV)[None, :])
-            tl.store(partial_lse + slot * BLOCK_M + m_index, lse)
-            if INLINE_MERGE:
-                # All warps' stores are done before one of them announces this contributor.
-                tl.debug_barrier()
-                counter = counters + (request * HEADS + kv_head) * max_tiles + tile
-                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if arrived == contributors - 1:
-                    tl.store(counter, 0)
-                    for part in range(0, BLOCK_M // MERGE_ROWS):
-                        merge_rows(
-                            out, sinks, partial, partial_lse, first_program, contributors, start, rows, kv_head, tile,
-                            part * MERGE_ROWS + tl.arange(0, MERGE_ROWS),
-                            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, 4,
-                        )  # fmt: skip
-        position += count
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
+    else:
+        at_row = slot.to(tl.int64) * BLOCK_M + m_index
+        tl.store(partial + at_row[:, None] * BLOCK_DV + dv[None, :], result, mask=(dv < DV)[None, :])
+        tl.store(partial_lse + at_row, lse)
+        if INLINE_MERGE:
+            # All warps' stores are done before one of them announces this contributor.
+            tl.debug_barrier()
+            counter = counters + (request * HEADS + kv_head) * max_tiles + tile
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == contributors - 1:
+                tl.store(counter, 0)
+                for part in range(0, BLOCK_M // MERGE_ROWS):
+                    merge_rows(
+                        out, sinks, partial, partial_lse, first_slot, slot_step, contributors, start, rows, kv_head, tile,
+                        part * MERGE_ROWS + tl.arange(0, MERGE_ROWS), dv,
+                        HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, 4, False, DIRECT,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -350,13 +465,15 @@ def merge_rows(
     sinks,
     partial,
     partial_lse,
-    first_program,
+    first_slot,
+    slot_step,
     contributors,
     start,
     rows,
     kv_head,
     tile,
     m_index,
+    column,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
@@ -364,19 +481,27 @@ def merge_rows(
     BLOCK_DV: tl.constexpr,
     SINKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):
-    """Merge rows ``m_index`` of one unit and write them to the output."""
-    dv = tl.arange(0, BLOCK_DV)
+    """Merge rows ``m_index`` and value columns ``column`` of one unit and write them to the output."""
     flat = tile * BLOCK_M + m_index
     row = flat // GROUP
     head = kv_head * GROUP + flat % GROUP
     valid = row < rows
-    merged, lse = merge_partials(
-        partial, partial_lse, first_program, contributors, m_index, dv, dv < DV, BLOCK_M, BLOCK_DV, CHUNK
-    )
+    if SIDE_BY_SIDE:
+        merged, lse = merge_side_by_side(
+            partial, partial_lse, first_slot, slot_step, contributors, m_index, column, column < DV,
+            BLOCK_M, BLOCK_DV, CHUNK, DIRECT,
+        )  # fmt: skip
+    else:
+        merged, lse = merge_partials(
+            partial, partial_lse, first_slot, slot_step, contributors, m_index, column, column < DV,
+            BLOCK_M, BLOCK_DV, CHUNK, DIRECT,
+        )  # fmt: skip
     merged = merged * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
-    at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + dv[None, :]
-    tl.store(at, merged.to(out.dtype.element_ty), mask=valid[:, None] & (dv < DV)[None, :])
+    at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + column[None, :]
+    tl.store(at, merged.to(out.dtype.element_ty), mask=valid[:, None] & (column < DV)[None, :])
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED_MERGE)
@@ -401,34 +526,52 @@ def merge_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
+    MERGE_COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
     PACKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     TREE: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Merge the partials of one unit, ``MERGE_ROWS`` rows of its tile a program; nothing to do for a unit of one program."""
+    """Merge the partials of one unit, ``MERGE_ROWS`` rows by ``MERGE_COLUMNS`` value columns a program.
+
+    There is nothing to do for a unit of one program.
+    """
     unit_id = tl.program_id(0)
     request = unit_id // (HEADS * max_tiles)
     kv_head = unit_id // max_tiles % HEADS
     tile = unit_id % max_tiles
-    cost = request_costs(
-        seq_lens, query_start, num_requests, query_len, window, tree_width,
-        HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
-    )  # fmt: skip
-    all_blocks = tl.sum(cost, 0)
-    base = tl.sum(tl.where(tl.arange(0, BLOCK_B) < request, cost, 0), 0)
-    stretch = tl.maximum((all_blocks + num_programs - 1) // num_programs, MIN_BLOCKS)
     seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
     _, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
-    unit_start = base + (kv_head * tiles + tile) * blocks
-    first_program = unit_start // stretch
-    contributors = (unit_start + blocks - 1) // stretch - first_program + 1
+    if DIRECT:
+        slot_step = num_requests * HEADS * max_tiles
+        first_slot = unit_id
+        contributors = tl.minimum(blocks, num_programs // slot_step)
+    else:
+        cost = request_costs(
+            seq_lens, query_start, num_requests, query_len, window, tree_width,
+            HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
+        )  # fmt: skip
+        all_blocks = tl.sum(cost, 0)
+        base = tl.sum(tl.where(tl.arange(0, BLOCK_B) < request, cost, 0), 0)
+        stretch = tl.maximum((all_blocks + num_programs - 1) // num_programs, MIN_BLOCKS)
+        unit_start = base + (kv_head * tiles + tile) * blocks
+        first_program = unit_start // stretch
+        contributors = (unit_start + blocks - 1) // stretch - first_program + 1
+        first_slot = 2 * first_program
+        slot_step = 2
+    if OVERLAP:
+        # Before any way out: what follows this kernel relies on the split kernel having ended too.
+        tl.extra.cuda.gdc_wait()
     if (tile < tiles) & (contributors > 1):
         merge_rows(
-            out, sinks, partial, partial_lse, first_program, contributors, start, rows, kv_head, tile,
+            out, sinks, partial, partial_lse, first_slot, slot_step, contributors, start, rows, kv_head, tile,
             tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS),
-            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, 8,
+            tl.program_id(2) * MERGE_COLUMNS + tl.arange(0, MERGE_COLUMNS),
+            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, CHUNK, True, DIRECT,
         )  # fmt: skip
 
 
@@ -546,18 +689,18 @@ def tiles_kernel(
         pages = page_table + request.to(tl.int64) * stride_pages
         if not WINDOW:
             m, total, acc = fold_blocks(
-                q_tile, q2_tile, m, total, acc, begin, full_end, k_head, v_head, pages,
+                q_tile, q2_tile, m, total, acc, begin, full_end, 1, k_head, v_head, pages,
                 seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
                 stride_kp, stride_ks, stride_vp, stride_vs,
                 D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
-            False, WINDOW, SOFTCAP, TREE, TREE_BITS, False, STAGES,
+                False, WINDOW, SOFTCAP, TREE, TREE_BITS, False, False, STAGES,
             )  # fmt: skip
         m, total, acc = fold_blocks(
-            q_tile, q2_tile, m, total, acc, full_end, end, k_head, v_head, pages,
+            q_tile, q2_tile, m, total, acc, full_end, end, 1, k_head, v_head, pages,
             seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
             stride_kp, stride_ks, stride_vp, stride_vs,
             D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
-            False, WINDOW, SOFTCAP, TREE, TREE_BITS, True, STAGES,
+            False, WINDOW, SOFTCAP, TREE, TREE_BITS, True, False, STAGES,
         )  # fmt: skip
         safe = tl.where(total == 0, 1.0, total)
         lse = tl.where(total == 0, NEG_INF, m + tl.log2(safe))

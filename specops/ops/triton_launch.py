@@ -20,14 +20,18 @@ from specops.ops.triton_common import (
     PACKED_TREE_WIDTH,
     SCHEDULE_SIZES,
     Tiling,
+    launches_overlap,
     merge_counters,
     next_power_of_2,
     num_sms,
 )
 from specops.ops.triton_kernels import merge_kernel, split_kernel, tiles_kernel
 
-# Rows of a tile that one program of the merge kernel takes.
-MERGE_ROWS = 4
+# Value columns that a program of the merge kernel takes, the elements of partials it loads at once, and the programs a
+# multiprocessor above which each takes more rows.
+MERGE_COLUMNS = 128
+MERGE_LOADED = 8192
+MERGE_PROGRAMS_PER_SM = 8
 # Elements of a partial that the last program of a unit merges at a time: several of them are in registers at once.
 MERGE_ELEMENTS = 4096
 
@@ -143,10 +147,19 @@ def launch(
     units = batch * num_kv_heads * max_tiles
     most_blocks = units * triton.cdiv(max_pages * page_size, tiling.block_n)
     programs = max(1, min(num_sms(q.device) * tiling.programs_per_sm, most_blocks // tiling.min_blocks))
-    partial = torch.empty((2 * programs, tiling.block_m, block_dv), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty((2 * programs, tiling.block_m), dtype=torch.float32, device=q.device)
+    if tiling.direct:
+        programs = max(programs // units, 1) * units
+    slots = programs if tiling.direct else 2 * programs
+    partial = torch.empty((slots, tiling.block_m, block_dv), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((slots, tiling.block_m), dtype=torch.float32, device=q.device)
     counters = merge_counters(q.device, units) if tiling.inline_merge else None
-    shared = {"BLOCK_B": next(size for size in SCHEDULE_SIZES if size >= batch), "MIN_BLOCKS": tiling.min_blocks}
+    overlap = not tiling.inline_merge and launches_overlap(q.device)
+    shared = {
+        "BLOCK_B": next(size for size in SCHEDULE_SIZES if size >= min(batch, SCHEDULE_SIZES[-1])),
+        "MIN_BLOCKS": tiling.min_blocks,
+        "DIRECT": tiling.direct,
+        "OVERLAP": overlap,
+    }
     split_kernel[(programs,)](
         *tensors,
         partial,
@@ -160,7 +173,13 @@ def launch(
         MERGE_ROWS=min(tiling.block_m, max(MERGE_ELEMENTS // block_dv, 1)),
     )
     if not tiling.inline_merge:
-        merge_kernel[(units, tiling.block_m // MERGE_ROWS)](
+        columns = min(block_dv, MERGE_COLUMNS)
+        grid_programs = units * tiling.block_m * (block_dv // columns)
+        rows = next_power_of_2(triton.cdiv(grid_programs, num_sms(q.device) * MERGE_PROGRAMS_PER_SM))
+        rows = min(rows, 8, tiling.block_m)
+        most = programs // units if tiling.direct else 2 + programs // units
+        chunk = min(max(next_power_of_2(most), 2), MERGE_LOADED // (rows * columns))
+        merge_kernel[(units, tiling.block_m // rows, block_dv // columns)](
             out,
             seq_lens,
             query_start,
@@ -175,8 +194,11 @@ def launch(
             programs,
             **schedule,
             **shared,
-            MERGE_ROWS=MERGE_ROWS,
+            MERGE_ROWS=rows,
+            MERGE_COLUMNS=columns,
+            CHUNK=chunk,
             num_warps=4,
+            **({"launch_pdl": True} if overlap else {}),
         )
     return out
 

@@ -116,13 +116,21 @@ def test_rows_behind_the_last_request_are_zero() -> None:
 
 @pytest.mark.parametrize("inline_merge", [True, False])
 @pytest.mark.parametrize("swap", [True, False])
-@pytest.mark.parametrize("programs_per_sm", [1, 3])
-def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap, programs_per_sm) -> None:
+@pytest.mark.parametrize(("direct", "programs_per_sm"), [(True, 5), (False, 1), (False, 3)])
+def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap, programs_per_sm, direct) -> None:
     """One long request among short ones; the oracle doesn't know where the stretches end."""
     base = choose_tiling(8, torch.float16, torch.float16, 64, 64, True)
-    tiling = replace(base, block_n=16, inline_merge=inline_merge, swap=swap, programs_per_sm=programs_per_sm)
+    sizes = {"block_n": 16, "inline_merge": inline_merge, "swap": swap, "programs_per_sm": programs_per_sm}
+    tiling = replace(base, **sizes, direct=direct)
     check(tiling, True, dtype=torch.float16, query_lens=2, seq_lens=(200, 3, 17, 40, 1), page_size=16, sinks=True)
     check(tiling, True, dtype=torch.float16, query_lens=[9, 1, 30], seq_lens=(60, 3, 40), page_size=8)
+
+
+@pytest.mark.parametrize("inline_merge", [True, False])
+@pytest.mark.parametrize("features", [{"window": 20}, {"tree_width": 6, "window": 31}, {"page_size": 3}, {"page_size": 64}])
+def test_blocks_taken_in_turn(features, inline_merge) -> None:
+    tiling = Tiling(16, 16, 4, 2, 4, direct=True, inline_merge=inline_merge)
+    check(tiling, True, query_lens=6, seq_lens=(200, 7, 0), num_heads=8, num_kv_heads=2, sinks=True, **features)
 
 
 def test_more_row_tiles_than_one() -> None:

@@ -68,8 +68,9 @@ def test_tree_masks(tree, split) -> None:
 
 @pytest.mark.parametrize("inline_merge", [True, False])
 @pytest.mark.parametrize("swap", [True, False])
-def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap) -> None:
-    tiling = Tiling(16, 16, 4, 2, 2, swap=swap, inline_merge=inline_merge)
+@pytest.mark.parametrize("direct", [True, False])
+def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap, direct) -> None:
+    tiling = Tiling(16, 16, 4, 2, 5, swap=swap, inline_merge=inline_merge, direct=direct)
     check(tiling, True, dtype=torch.float16, query_lens=2, seq_lens=(200, 3, 17, 40, 1), page_size=16, num_heads=16)
 
 

@@ -128,7 +128,8 @@ def save_head(head: EagleHead, directory: str | os.PathLike[str], card: Mapping[
     for name, piece in head_pieces(head.config).items():
         parameter = parameters[piece.parameter].detach()
         rows = parameter.shape[0] if piece.rows is None else piece.rows
-        tensors[name] = parameter[piece.start : piece.start + rows].cpu().clone()
+        part = parameter[piece.start] if piece.repeat else parameter[piece.start : piece.start + rows]
+        tensors[name] = part.cpu().clone()
     if head.d2t is not None:
         tensors["d2t"] = head.d2t.cpu()
     path.parent.mkdir(parents=True, exist_ok=True)

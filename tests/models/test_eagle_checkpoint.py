@@ -249,6 +249,11 @@ def eagle3_weights() -> dict[str, Tensor]:
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, "layers_run", (1, 3, 6)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, "layers_run", (1, 3, 6)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, "layer_index", (2, 4, 7)),
+        ({"aux_hidden_state_layer_ids": [1, 3, 6]}, "layer_index", (2, 4, 7)),
+        # Nobody says: ids at the top count layers that have run, nested ones name the layer.
+        ({}, None, (2, 4, 5)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, None, (1, 3, 6)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, None, (2, 4, 7)),
     ],
 )
 def test_published_eagle3_layout_loads(
@@ -268,6 +273,127 @@ def test_aux_layers_beyond_the_target_are_refused(target: CausalLM, tmp_path: Pa
         tmp_path, "midlayer.", 3 * H, eagle3_weights(), draft_vocab_size=DRAFT, eagle_aux_hidden_state_layer_ids=[2, 16, 29]
     )
     with pytest.raises(ValueError, match=r"aux layer ids \[2, 16, 29\] do not fit a target of 8 layers"):
+        load_head(tmp_path, target)
+
+
+def test_head_narrower_than_its_target(tmp_path: Path) -> None:
+    """fc reads three of the target's states whatever the head's own width."""
+    wide = CausalLM(ModelConfig(**{**SIZES, "hidden_size": 2 * H})).requires_grad_(False)
+    embedding = torch.randn(VOCAB, H)
+    weights = {**eagle3_weights(), "embed_tokens.weight": embedding}
+    tensors = published(tmp_path, "midlayer.", 6 * H, weights, draft_vocab_size=DRAFT, target_hidden_size=2 * H)
+    head = load_head(tmp_path, wide)
+    assert (head.config.hidden_size, head.config.target_hidden_size, head.config.hidden_width) == (H, 2 * H, 6 * H)
+    torch.testing.assert_close(head.fc.weight, tensors["fc.weight"])
+    assert answer(head).shape == (4, DRAFT)
+
+
+def test_narrow_head_without_an_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
+    wide = CausalLM(ModelConfig(**{**SIZES, "hidden_size": 2 * H}))
+    published(tmp_path, "midlayer.", 6 * H, eagle3_weights(), draft_vocab_size=DRAFT)
+    with pytest.raises(
+        ValueError, match=r"hidden size \(it shares the target's embedding or LM head\) 32, the target has 64"
+    ):
+        load_head(tmp_path, wide)
+
+
+def test_fc_of_another_targets_width_is_named(target: CausalLM, tmp_path: Path) -> None:
+    published(tmp_path, "midlayer.", 6 * H, eagle3_weights(), draft_vocab_size=DRAFT)
+    with pytest.raises(ValueError, match="target hidden size 64, the target has 32"):
+        load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_pickled_weights_load_as_safetensors_do(target: CausalLM, tmp_path: Path, indexed: bool) -> None:
+    tensors = published(tmp_path, "midlayer.", 3 * H, eagle3_weights(), draft_vocab_size=DRAFT)
+    wanted = answer(load_head(tmp_path, target))
+    (tmp_path / WEIGHTS).unlink()
+    if indexed:
+        names = list(tensors)
+        shards = {"a.bin": names[:5], "b.bin": names[5:]}
+        for file, kept in shards.items():
+            torch.save({name: tensors[name] for name in kept}, tmp_path / file)
+        weight_map = {name: file for file, kept in shards.items() for name in kept}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    else:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    torch.testing.assert_close(answer(load_head(tmp_path, target)), wanted, rtol=0, atol=0)
+    if indexed:
+        (tmp_path / "b.bin").unlink()
+        with pytest.raises(FileNotFoundError, match=r"lacks b.bin, which pytorch_model.bin.index.json names"):
+            load_head(tmp_path, target)
+
+
+class Planted:
+    """Runs when it is unpickled by a careless reader."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("planted"),)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"fc.weight": Planted()}, "holds more than tensors and is not loaded"),
+        ({"state_dict": {"fc.weight": torch.zeros(2)}}, "holds state_dict beside or instead of tensors"),
+        ([torch.zeros(2)], "holds a list, not weights by name"),
+        (b"PK no such thing", "is broken or cut off"),
+    ],
+)
+def test_pickles_are_read_with_care(
+    target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    published(tmp_path, "midlayer.", 3 * H, eagle3_weights(), draft_vocab_size=DRAFT)
+    (tmp_path / WEIGHTS).unlink()
+    if isinstance(content, bytes):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path, target)
+    assert not (tmp_path / "planted").exists()
+
+
+def test_weights_under_a_models_prefix(target: CausalLM, tmp_path: Path) -> None:
+    tensors = published(tmp_path, "midlayer.", 3 * H, eagle3_weights(), draft_vocab_size=DRAFT)
+    wanted = answer(load_head(tmp_path, target))
+    kept = ("lm_head.weight", "d2t", "t2d")
+    save_file({name if name in kept else f"model.{name}": one for name, one in tensors.items()}, tmp_path / WEIGHTS)
+    torch.testing.assert_close(answer(load_head(tmp_path, target)), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, None, "weights of an eagle head, while its config says eagle3"),
+        ({"norm_before_fc": True}, {}, "lacks input_norm.weight"),
+        ({"fc_norm": True, "norm_before_fc": True}, {}, "norm_joined and norm_inputs exclude each other"),
+        ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm False .* not supported"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state False .* not supported"),
+        ({"parallel_draft_step": 4}, {}, "parallel_draft_step 4"),
+        ({"attention_bias": True}, {}, r"lacks midlayer.self_attn.\w_proj.bias"),
+    ],
+)
+def test_published_config_is_believed(
+    target: CausalLM, tmp_path: Path, fields: dict[str, Any], more: dict[str, Tensor] | None, message: str
+) -> None:
+    if more is None:
+        published(tmp_path, "layers.0.", 2 * H, {}, **fields)
+    else:
+        published(tmp_path, "midlayer.", 3 * H, {**eagle3_weights(), **more}, draft_vocab_size=DRAFT, **fields)
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "norm.weight", "midlayer.hidden_norm.weight", "midlayer.mlp.up_proj.weight"]
+)
+def test_published_eagle3_weight_that_is_missing_is_named(target: CausalLM, tmp_path: Path, name: str) -> None:
+    tensors = published(tmp_path, "midlayer.", 3 * H, eagle3_weights(), draft_vocab_size=DRAFT)
+    del tensors[name]
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=f"lacks {name}"):
         load_head(tmp_path, target)
 
 

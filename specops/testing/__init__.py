@@ -9,6 +9,7 @@ from specops.testing.check import check_backend, replay
 from specops.testing.grid import MHA_GRID, MLA_GRID, grid
 from specops.testing.oracle import assert_close_to_oracle, oracle_mha, oracle_mla
 from specops.testing.report import Finding, NotConforming, Report
+from specops.testing.runner_check import check_runner, replay_runner
 
 __all__ = [
     "MHA_GRID",
@@ -19,10 +20,12 @@ __all__ = [
     "Report",
     "assert_close_to_oracle",
     "check_backend",
+    "check_runner",
     "grid",
     "make_mha_case",
     "make_mla_case",
     "oracle_mha",
     "oracle_mla",
     "replay",
+    "replay_runner",
 ]

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specops.ops import backends as table
-from specops.ops.backends import Backend, Capabilities, Family, get_backend, register_backend
+from specops.ops.backends import _BACKENDS, FEATURES, Backend, Capabilities, Family, backends, get_backend, register_backend
 from specops.testing.backend_checks import JUDGES, Judge
 from specops.testing.cases import make_mha_case, make_mla_case
 from specops.testing.gpu_checks import GPU_JUDGES
@@ -241,13 +240,13 @@ def _subject(
         if capabilities:
             raise ValueError(f"{backend!r} has declared its capabilities already; got {sorted(capabilities)} here")
         if family is None:
-            known = [b.family for b in table.backends() if b.name == backend]
+            known = [b.family for b in backends() if b.name == backend]
             family = "mla" if known == ["mla"] else "mha"
         found = get_backend(backend, family)
         return Subject(found, _device(found.capabilities, device)), repr(backend), lambda: None
     family = family or "mha"
     kind = torch.device(device or "cpu").type
-    declared = {"device_types": (kind,), "features": table.FEATURES, "source": "under test", **capabilities}
+    declared = {"device_types": (kind,), "features": FEATURES, "source": "under test", **capabilities}
     name = f"under_test_{next(_names)}"
     register_backend(name, family=family, **declared)(backend)
     found = get_backend(name, family)
@@ -256,7 +255,7 @@ def _subject(
 
 
 def _forget(backend: Backend) -> None:
-    table._BACKENDS.pop((backend.family, backend.name), None)
+    _BACKENDS.pop((backend.family, backend.name), None)
 
 
 def _device(capabilities: Capabilities, asked: torch.device | str | None) -> torch.device:

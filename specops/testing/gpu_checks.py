@@ -52,7 +52,7 @@ def two_graphs(subject: Subject, arguments: Mapping[str, Any]) -> str | None:
 def streams(subject: Subject, arguments: Mapping[str, Any]) -> str | None:
     """Calls on two streams at once: scratch memory that they share would mix them up."""
     cases = [subject.make({**arguments, "seed": seed}) for seed in (1, 2)]
-    lanes = [torch.cuda.Stream(subject.device) for _ in cases]
+    lanes = [torch.cuda.Stream(subject.device) for _ in cases]  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(subject.device)
     outs: list[list[Tensor]] = [[], []]
     for _ in range(20):
@@ -94,7 +94,7 @@ def _update(plan: Plan | None, case: AttentionCase) -> None:
 
 
 def _capture(subject: Subject, case: AttentionCase, plan: Plan | None, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    side = torch.cuda.Stream(subject.device)
+    side = torch.cuda.Stream(subject.device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(subject.device))
     with torch.cuda.stream(side):
         _update(plan, case)

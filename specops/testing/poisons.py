@@ -62,12 +62,12 @@ def poison_padded_queries(case: AttentionCase) -> None:
             case.tensors[name][padded] = float("nan")
 
 
-def poison_buffers(buffers: dict[str, Tensor], max_pages_id: int) -> None:
-    """Fill a runner's static input buffers with what a live request might have left there, and NaN."""
+def poison_buffers(buffers: dict[str, Tensor], page: int) -> None:
+    """Fill a runner's static input buffers with what a request of a few keys on ``page`` might have left, and NaN."""
     for name, buffer in buffers.items():
         if buffer.is_floating_point():
             buffer.fill_(float("nan"))
         elif buffer.dtype == torch.bool:
             buffer.fill_(True)
         else:
-            buffer.fill_({"page_table": max_pages_id, "seq_lens": 2**20}.get(name, 3))
+            buffer.fill_({"page_table": page, "seq_lens": 9}.get(name, 3))

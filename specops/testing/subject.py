@@ -157,7 +157,7 @@ def _fitted(limits: Capabilities, family: str, arguments: dict[str, Any]) -> dic
 
 def _nearest(wanted: int, allowed: Any) -> int:
     """The least allowed size that is not below ``wanted``, else the largest."""
-    return min((size for size in allowed if size >= wanted), default=max(allowed))
+    return int(min((size for size in allowed if size >= wanted), default=max(allowed)))
 
 
 def _request(family: str, device: torch.device, fitted: Mapping[str, Any]) -> AttentionRequest:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from specops.models.eagle_checkpoint import load_head, shipped_head
-from specops.models.loading import load_target, load_tokenizer
+from specops.api import Models, load_models
 from specops.spec import Engine, Request, SpecConfig
+
+__all__ = ["PROMPTS", "Models", "first_divergence", "load_models", "run_demo"]
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -25,60 +25,6 @@ PROMPTS = (
 )
 Say = Callable[[str], None]
 OnText = Callable[[str], None]
-
-
-@dataclass
-class Models:
-    """A target with its tokenizer and, if any, its draft head."""
-
-    target: Any
-    tokenizer: Any
-    head: Any
-
-    def chat(self, prompt: str) -> list[int]:
-        """Token ids of one user turn, ready for the answer; the bare text where the tokenizer has no chat template."""
-        if getattr(self.tokenizer, "chat_template", None):
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-            )
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return list(self.tokenizer(prompt)["input_ids"])
-
-
-def load_models(
-    model: str = "smollm2",
-    draft: str | None = "smollm2-135m",
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    backend: str = "auto",
-    say: Say = lambda text: None,
-) -> Models:
-    """Target, tokenizer and head.
-
-    Args:
-        model: a Hugging Face directory, a GGUF file, or ``"smollm2"``.
-        draft: a head's directory, the name of a head that comes with specops, or None.
-        device: ``"cuda"`` where there is a GPU, else ``"cpu"``, when not given.
-        dtype: name of a torch dtype; float32 on the CPU and bfloat16 on a GPU when not given.
-        backend: attention backend.
-        say: told what is being loaded.
-    """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise ValueError(f"dtype must be a torch float dtype such as float32 or bfloat16, got {dtype!r}")
-    say(f"loading {model} in {dtype} on {device}")
-    target = load_target(model, dtype=torch_dtype, device=device, backend=backend)
-    tokenizer = load_tokenizer(model)
-    head = None
-    if draft is not None:
-        directory = draft if "/" in draft or "\\" in draft or draft.startswith(".") else shipped_head(draft)
-        say(f"loading the draft head from {directory}")
-        head = load_head(directory, target)
-        head.set_backend(backend)
-    return Models(target, tokenizer, head)
 
 
 def first_divergence(ours: Sequence[Request], plain: Sequence[Request]) -> dict[str, Any] | None:

@@ -137,6 +137,8 @@ class Generator:
     def _write(self, seed: int, first: Tensor, later: Tensor, *, answering: bool) -> tuple[Tensor, Tensor]:
         torch.manual_seed(seed)
         if self._graphs is not None:
+            # Capturing runs steps, and the state of an earlier call may name pieces that this table lacks.
+            self._reset(first, later, answering)
             for prefix in sorted({self._prefix(position) for position in range(self.length - 1)}):
                 if prefix not in self._graphs:
                     self._graphs[prefix] = self._capture(prefix)

@@ -186,8 +186,7 @@ class Trainer:
 
     def run(self, checkpoint: Path | None = None, *, every_seconds: float = 60.0, log_every: int = 100) -> None:
         """Train to the end of the budget. Checkpoints at the end and every so often."""
-        if self.step == 0:
-            self._warm_up()
+        self._warm_up()
         begun, used_before = time.perf_counter(), self.seconds_used
         saved = logged = begun
         logged_step, totals, losses = self.step, torch.zeros((self.settings.unroll, 2)), torch.zeros(())
@@ -241,12 +240,31 @@ class Trainer:
             )
 
     def _warm_up(self) -> None:
-        """Compile outside the time budget: one forward and backward whose gradients are dropped."""
+        """Compile outside the time budget: one forward and backward whose gradients are dropped.
+
+        Where the loss does not compile, the run goes on without compilation and says so.
+        """
         begun = time.perf_counter()
-        loss, _ = self._forward(0)
+        try:
+            loss = self._first_step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self._loss is unrolled_loss:
+                raise
+            self.log(
+                f"WARNING: the loss does not compile here, so this run is eager and slower. {type(error).__name__}: "
+                f"{_cause(error)}"
+            )
+            self._loss = unrolled_loss
+            loss = self._first_step()
+        self.log(f"first step, compilation included: {time.perf_counter() - begun:.1f} s, loss {loss.item():.3f}")
+
+    def _first_step(self) -> Tensor:
+        loss, _ = self._forward(self.step)
         torch.autograd.backward(loss)
         self.optimizer.zero_grad(set_to_none=True)
-        self.log(f"first step, compilation included: {time.perf_counter() - begun:.1f} s, loss {loss.item():.3f}")
+        return loss
 
     def _train_step(self) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
@@ -291,6 +309,13 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds_used = state["step"], state["seconds_used"]
         return True
+
+
+def _cause(error: BaseException) -> str:
+    """The last line of a compiler's message that says something: before it stands a traceback, behind it advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "Error: " in line or "Exception: " in line]
+    return (telling or lines or ["no message"])[-1 if telling else 0]
 
 
 def chain_shares(counts: Tensor) -> list[float]:

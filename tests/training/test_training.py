@@ -456,6 +456,61 @@ def test_targets_the_dense_forward_cannot_serve_are_refused() -> None:
         DenseTarget.of(CausalLM(config))
 
 
+def test_capturing_for_a_smaller_table_reads_no_piece_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture runs steps; here each is run as it is, so that an index out of range raises."""
+
+    class Replayed:
+        def __init__(self, step: Any) -> None:
+            self.replay = step
+
+    def capture(self: Generator, prefix: int) -> Replayed:
+        for _ in range(3):
+            self.index.zero_()
+            self._step(prefix)
+        return Replayed(lambda: self._step(prefix))
+
+    monkeypatch.setattr(Generator, "_capture", capture)
+    target = make_target()
+    eager, graphs = (Generator(DenseTarget.of(target), SCRIPT, batch=16, length=LENGTH) for _ in range(2))
+    graphs._graphs = {}
+    prompts = [[1, 7, 8, 20 + n, 2, 9, 1, 10] for n in range(16)]
+    for write in (lambda g: g.answers(prompts), lambda g: g.conversations(seed=3)):
+        for one, other in zip(write(eager), write(graphs), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_loss_that_does_not_compile_is_trained_eagerly_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    ids, greedy = some_data(target)
+    kept = data.draft_vocabulary(ids, greedy, VOCAB, 24)
+    lines: list[str] = []
+    calls = 0
+
+    def broken(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError(
+            "SubprocException: in a subprocess:\nRuntimeError: PassManager::run failed\n\nSet TORCHDYNAMO_VERBOSE=1"
+        )
+
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: broken)
+    trained = []
+    for compile in (False, True):
+        head = make_head(target, kept)
+        bank = fill_bank(DenseTarget.of(target), ids, greedy)
+        initialize(head, bank, seed=3)
+        settings = replace(SETTINGS, steps=2)
+        draft_ids = data.draft_ids_of(kept, VOCAB)
+        trainer = Trainer(head, bank, draft_ids, head.lm_head_weight, settings, compile=compile, log=lines.append)
+        trainer.run()
+        trained.append([parameter.detach().clone() for parameter in head.parameters()])
+    assert calls == 1
+    (warning,) = [line for line in lines if line.startswith("WARNING")]
+    assert warning.endswith("RuntimeError: PassManager::run failed")
+    for one, other in zip(*trained, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.gpu
 def test_graph_replay_writes_what_eager_writes() -> None:
     target = make_target().cuda()

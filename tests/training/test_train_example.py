@@ -80,10 +80,10 @@ def test_scripts_are_the_templates_own_pieces(model_folder: Path) -> None:
     assert [*script.opening, *tokenizer.encode("Hi"), end, *script.to_answer] == chat_prompt(tokenizer, "Hi")
 
 
-def test_template_without_eos_is_refused(model_folder: Path) -> None:
+def test_template_whose_turns_end_with_no_special_token_is_refused(model_folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    with pytest.raises(ValueError, match="does not end with the eos token 0"):
+    with pytest.raises(ValueError, match="turns of this template do not end with one special token"):
         chat_script(tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):

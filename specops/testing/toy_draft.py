@@ -177,7 +177,7 @@ def expected_step(draft: ToyDraft, batch: DraftExtendBatch) -> Expected:
         x = x @ double["mix"].T + double["positions"][list(places[:accept_len])]
         for layer, window in enumerate(draft.windows):
             heads = (x @ double[f"qkv.{layer}"].T).reshape(accept_len, -1, HEAD_DIM)
-            q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+            q, k, v = torch.split(heads, [HEADS, KV_HEADS, KV_HEADS], dim=1)
             history = [
                 [pool[slot] for slot in slots[: seq_len - width]] for pool in (pools[2 * layer], pools[2 * layer + 1])
             ]

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one kernel."""
+    """What the compiler says of one kernel. ``product_groups``: runs of Hopper's matrix instructions, each with a wait."""
 
     kernel: str
     registers: int
@@ -40,6 +40,7 @@ class Compiled:
     wgmma: int
     mma: int
     async_copies: int
+    product_groups: int
 
 
 class _NoDriver:
@@ -69,6 +70,7 @@ def _compile_only(arch: int, kernels: list[Any]) -> Iterator[None]:
 
     run = JITFunction.run
     told: dict[str, Any] = {"num_sms": lambda device: 132, "launches_overlap": lambda device: arch >= 90}
+    told["hopper_products"] = lambda device: arch == 90
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -134,6 +136,7 @@ def _report(kernel: Any) -> Compiled:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     ptx = kernel.asm["ptx"]
     return Compiled(
@@ -144,6 +147,7 @@ def _report(kernel: Any) -> Compiled:
         ptx.count("wgmma.mma_async"),
         len(re.findall(r"\bmma\.sync", ptx)),
         ptx.count("cp.async"),
+        code.count("WARPGROUP.ARRIVE"),
     )
 
 

@@ -56,6 +56,9 @@ class Tiling:
         min_blocks: the fewest key blocks worth a program.
         max_registers: registers a thread, to fit more programs on a multiprocessor; None leaves it to the compiler.
         direct: give every unit the same number of programs, which take its blocks in turn, instead of the schedule.
+        hopper: the kernel of ``triton_hopper``, whose block sizes and warps are fixed.
+        early: launch the split kernel while the kernel before it ends, where the device can; it waits for that one's end
+            before it reads anything.
     """
 
     block_m: int
@@ -68,6 +71,8 @@ class Tiling:
     min_blocks: int = 1
     max_registers: int | None = None
     direct: bool = False
+    hopper: bool = False
+    early: bool = False
 
 
 def next_power_of_2(number: int) -> int:
@@ -86,6 +91,13 @@ def launches_overlap(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def hopper_products(device: torch.device) -> bool:
+    """Whether ``device`` has Hopper's matrix instructions, which no later generation has."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class _Arena:

@@ -228,11 +228,15 @@ def split_kernel(
     MIN_BLOCKS: tl.constexpr,
     DIRECT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """An equal stretch of all units' key blocks a program, or with DIRECT an equal share of one unit's; see the module."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if OVERLAP:
-        # The merge kernel may be put in place now; it waits for this one's end before it reads.
+        # The merge kernel may be put in place now; it waits for this one's end before it reads partial results. It reads
+        # lengths before, so this comes after the wait above.
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if PACKED:

@@ -154,24 +154,43 @@ def launch(
     partial_lse = torch.empty((slots, tiling.block_m), dtype=torch.float32, device=q.device)
     counters = merge_counters(q.device, units) if tiling.inline_merge else None
     overlap = not tiling.inline_merge and launches_overlap(q.device)
+    early = tiling.early and launches_overlap(q.device)
+    launched_early = {"launch_pdl": True} if early else {}
     shared = {
         "BLOCK_B": next(size for size in SCHEDULE_SIZES if size >= min(batch, SCHEDULE_SIZES[-1])),
-        "MIN_BLOCKS": tiling.min_blocks,
+        "MIN_BLOCKS": 1 if tiling.direct else tiling.min_blocks,
         "DIRECT": tiling.direct,
         "OVERLAP": overlap,
     }
-    split_kernel[(programs,)](
-        *tensors,
-        partial,
-        partial_lse,
-        counters,
-        *numbers,
-        **constants,
-        **shared,
-        SWAP=tiling.swap,
-        INLINE_MERGE=tiling.inline_merge,
-        MERGE_ROWS=min(tiling.block_m, max(MERGE_ELEMENTS // block_dv, 1)),
-    )
+    if tiling.hopper:
+        from specops.ops.triton_hopper import NUM_WARPS, latent_split_kernel
+
+        latent_split_kernel[(programs,)](
+            *(q, q2, k_cache, out, page_table, seq_lens, query_start, sinks, tree_mask, partial, partial_lse),
+            *(*numbers[:7], *numbers[8:13], *numbers[-2:]),
+            **{name: constants[name] for name in ("D", "D2", "PAGE_SIZE", "PACKED", "SINKS", "TREE")},
+            **shared,
+            HEADS=group,
+            STRIDE_KS=k_cache.stride(1),
+            EARLY=early,
+            num_warps=NUM_WARPS,
+            **launched_early,
+        )
+    else:
+        split_kernel[(programs,)](
+            *tensors,
+            partial,
+            partial_lse,
+            counters,
+            *numbers,
+            **constants,
+            **shared,
+            SWAP=tiling.swap,
+            INLINE_MERGE=tiling.inline_merge,
+            MERGE_ROWS=min(tiling.block_m, max(MERGE_ELEMENTS // block_dv, 1)),
+            EARLY=early,
+            **launched_early,
+        )
     if not tiling.inline_merge:
         columns = min(block_dv, MERGE_COLUMNS)
         grid_programs = units * tiling.block_m * (block_dv // columns)

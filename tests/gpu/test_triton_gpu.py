@@ -8,15 +8,17 @@ The shape and feature grid of ``tests/ops/test_triton_*.py`` runs compiled where
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specops import ops
 from specops.layout import QueryLayout
-from specops.ops import triton_common
+from specops.ops import triton_common, triton_mla
 from specops.ops.triton_common import Tiling
 from specops.ops.triton_mha import mha
+from specops.ops.triton_mla import mla
 from specops.testing import assert_close_to_oracle, make_mha_case, make_mla_case, oracle_mha
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +53,79 @@ def test_mla_bf16_of_serving_size(num_heads) -> None:
         dtype=torch.bfloat16,
         device="cuda",
     ).check("triton")
+
+
+HOPPER = Tiling(64, 64, 8, 2, 1, inline_merge=False, hopper=True)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"num_heads": 16, "query_lens": 4, "dtype": torch.bfloat16},
+        {"num_heads": 128, "query_lens": 3, "dtype": torch.float16},
+        {"num_heads": 7, "query_lens": 5, "page_size": 16},
+        {"num_heads": 16, "query_lens": 2, "page_size": 1},
+        {"num_heads": 16, "query_lens": 2, "page_size": 48, "sinks": True},
+        {"num_heads": 16, "query_lens": 2, "page_size": 128},
+        {"num_heads": 24, "query_lens": [1, 6, 0, 3, 30], "slack": 2},
+        {"num_heads": 16, "query_lens": 6, "tree_width": 6},
+        {"num_heads": 16, "query_lens": 6, "tree_width": 40, "sinks": True},
+        {"num_heads": 16, "query_lens": 4, "strided_q": True},
+    ],
+)
+def test_the_hopper_kernel_of_mla(features, direct) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    case = {"latent_dim": 512, "rope_dim": 64, "page_size": 64, "dtype": torch.float16, "device": "cuda", **features}
+    made = make_mla_case(seq_lens=(2100, 64, 40, 65, 333), **case)
+    tiling = replace(HOPPER, direct=direct, programs_per_sm=2)
+    for early in (False, True):
+        out = mla(*made.args(), **made.kwargs(), tiling=replace(tiling, early=early), split=True)
+        assert_close_to_oracle(out, made.oracle())
+
+
+def test_mla_takes_the_hopper_kernel_where_it_can(monkeypatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    taken = []
+    monkeypatch.setattr(triton_mla, "launch", lambda *args, tiling, **options: taken.append(tiling.hopper))
+    for case in ({}, {"window": 9}, {"latent_dim": 256}, {"dtype": torch.float32}, {"tree_width": 6, "query_lens": 6}):
+        made = make_mla_case(
+            **{"seq_lens": (90, 8), "latent_dim": 512, "rope_dim": 64, "dtype": torch.float16, "device": "cuda", **case}
+        )
+        mla(*made.args(), **made.kwargs())
+    assert taken == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+def test_launches_that_overlap_keep_their_order(direct, early) -> None:
+    """Many calls in one graph, each on the output of the one before: nothing is read before it is written."""
+    made = make_mha_case(
+        seq_lens=(3000,), query_lens=4, page_size=64, num_heads=8, head_dim=128, dtype=torch.float16, device="cuda"
+    )
+    tiling = Tiling(16, 64, 4, 3, 2, inline_merge=False, direct=direct, early=early)
+
+    def chain(q):
+        for _ in range(20):
+            q = mha(q, *made.args()[1:], **made.kwargs(), tiling=tiling, split=True) + made.tensors["q"]
+        return q
+
+    made_one_by_one = made.tensors["q"]
+    for _ in range(20):
+        made_one_by_one = (
+            mha(made_one_by_one, *made.args()[1:], **made.kwargs(), tiling=replace(tiling, early=False), split=True)
+            + made.tensors["q"]
+        )
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(made.tensors["q"])
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, made_one_by_one)
 
 
 def test_a_replay_follows_lengths_down_and_up() -> None:

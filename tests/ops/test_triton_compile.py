@@ -44,18 +44,28 @@ def compile_for_hopper(call: str) -> list[dict]:
     ],
 )
 def test_mha_uses_tensor_cores_and_async_copies_without_spills(call) -> None:
-    for kernel in compile_for_hopper(call):
-        assert kernel["mma"] + kernel["wgmma"] > 0
-        assert kernel["async_copies"] > 0
+    kernels = compile_for_hopper(call)
+    assert kernels[0]["mma"] + kernels[0]["wgmma"] > 0
+    assert kernels[0]["async_copies"] > 0
+    for kernel in kernels:
         assert kernel["stack"] == 0
         assert kernel["shared"] <= 227 * 1024
 
 
-def test_mla_uses_hopper_products_from_shared_memory() -> None:
-    (kernel,) = compile_for_hopper("MlaCall()")
-    assert kernel["wgmma"] > 0
-    assert kernel["mma"] == 0
+@pytest.mark.parametrize("call", ["MlaCall()", "MlaCall(batch=8, num_heads=128, page_size=16, tree_width=4, sinks=True)"])
+def test_mla_uses_hopper_products_side_by_side(call) -> None:
+    """40 products of one key block in two asynchronous groups and one that is waited for, not 40 times one and a wait."""
+    kernel = compile_for_hopper(call)[0]
+    assert kernel["kernel"] == "latent_split_kernel"
+    assert kernel["wgmma"] == 40
+    assert kernel["product_groups"] <= 3
     assert kernel["shared"] <= 227 * 1024
+
+
+def test_mla_with_a_window_compiles_through_plain_triton() -> None:
+    kernel = compile_for_hopper("MlaCall(window=1024)")[0]
+    assert kernel["kernel"] == "split_kernel"
+    assert kernel["mma"] > 0
 
 
 def test_float32_scores_are_summed_in_float64() -> None:

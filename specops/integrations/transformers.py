@@ -5,7 +5,7 @@
     specops_transformers.register()
     model.set_attn_implementation("specops")                # or attn_implementation="specops" when loading
     cache = specops_transformers.PagedCache(model.config, max_requests=4, max_tokens=1024)
-    ids = model.generate(**inputs, past_key_values=cache)   # "cache=" from transformers 5.18 on
+    ids = model.generate(**inputs, past_key_values=cache)   # newer versions of transformers call it cache=
 
 How data flows. transformers makes one mask a forward and hands it to every layer. The mask function registered here returns
 no mask but the lengths: one int32 a request, the keys it has including the new tokens, padding left out. A layer's

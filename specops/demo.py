@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from specops.api import Models, load_models
-from specops.spec import Engine, Request, SpecConfig
+from specops.bench import device_name, histogram, phase_seconds
+from specops.spec import Engine, EngineStats, Request, SpecConfig
+from specops.spec.text import TextStream
 
 __all__ = ["PROMPTS", "Models", "first_divergence", "load_models", "run_demo"]
 
@@ -50,7 +52,9 @@ def run_demo(
     config: SpecConfig | None = None,
     max_new_tokens: int = 128,
     max_requests: int = 1,
+    max_context: int | None = None,
     mode: str = "auto",
+    phases: bool = False,
     say: Say = lambda text: None,
     on_text: OnText | None = None,
 ) -> dict[str, Any]:
@@ -62,7 +66,9 @@ def run_demo(
         config: shape of a round.
         max_new_tokens: most tokens an answer has.
         max_requests: prompts decoded together.
+        max_context: most tokens of a request.
         mode: runner mode.
+        phases: run once more with the phases of a round apart, for ``seconds_by_phase``.
         say: told about progress.
         on_text: gets the first prompt's answer as it grows.
 
@@ -72,7 +78,8 @@ def run_demo(
     ids = [models.chat(prompt) for prompt in prompts]
     longest = max(map(len, ids)) + max_new_tokens
     limit = min(models.target.config.max_position_embeddings, models.head.config.max_position_embeddings)
-    common: dict[str, Any] = {"max_requests": max_requests, "max_context": min(longest, limit), "mode": mode}
+    context = min(longest, limit) if max_context is None else max_context
+    common: dict[str, Any] = {"max_requests": max_requests, "max_context": context, "mode": mode}
     stops = models.target.config.eos_token_ids
     runs: dict[str, tuple[list[Request], float, Engine]] = {}
     warm_seconds: dict[str, float] = {}
@@ -85,7 +92,7 @@ def run_demo(
         # One short answer first: lazy kernel compilation and memory growth are not decoding speed.
         engine.generate(ids[:1], max_new_tokens=4)
         warm_seconds[name] = time.perf_counter() - started
-        engine.stats.__init__()  # type: ignore[misc]
+        engine.stats = EngineStats()
         say(f"{name}: decoding {len(ids)} prompts")
         stream = _Stream(models.tokenizer, on_text if name == "eagle" else None)
         started = time.perf_counter()
@@ -104,6 +111,10 @@ def run_demo(
     (ours, seconds, engine), (plain, plain_seconds, plain_engine) = runs["eagle"], runs["plain"]
     tokens, plain_tokens = sum(len(r.tokens) for r in ours), sum(len(r.tokens) for r in plain)
     divergence = first_divergence(ours, plain)
+    seconds_by_phase = {name: round(value, 3) for name, value in engine.stats.seconds.items()}
+    if phases:
+        say("running once more with the phases of a round apart")
+        seconds_by_phase = phase_seconds(models, ids, config, max_new_tokens, **common)
     reports = {**engine.explain(), "plain_decode": plain_engine.explain()["decode"]}
     return {
         "tokens": tokens,
@@ -115,7 +126,7 @@ def run_demo(
         "identical_to_plain": divergence is None,
         "first_divergence": divergence,
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "device": _device_name(engine.device),
+        "device": device_name(engine.device),
         "mode": engine.mode,
         "num_steps": engine.config.num_steps,
         "topk": engine.config.topk,
@@ -123,7 +134,8 @@ def run_demo(
         "max_requests": max_requests,
         "first_token_s": round(first_token or 0.0, 3),
         "warm_up_s": {name: round(value, 2) for name, value in warm_seconds.items()},
-        "seconds_by_phase": {name: round(value, 3) for name, value in engine.stats.seconds.items()},
+        "seconds_by_phase": seconds_by_phase,
+        "accept_lens": histogram(length for request in ours for length in request.accept_lens),
         "graphs": {
             name: {"mode": report.mode, "captured": report.captured, "reason": report.reason}
             for name, report in reports.items()
@@ -133,33 +145,28 @@ def run_demo(
 
 
 class _Stream:
-    """Turns the first request's tokens into text as they come; holds back what may still be half a character."""
+    """Shows the first request's text as it comes."""
 
     def __init__(self, tokenizer: Any, on_text: OnText | None) -> None:
-        self.tokenizer, self.on_text = tokenizer, on_text
+        self.on_text = on_text
+        self.text = TextStream(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
         self.first: Request | None = None
-        self.shown = ""
+        self.shown = 0
 
     def add(self, request: Request, tokens: list[int]) -> None:
-        if self.on_text is None:
-            return
         self.first = self.first or request
-        if request is self.first:
-            self._show(final=False)
+        if self.on_text is None or request is not self.first:
+            return
+        for token in tokens:
+            self.text.push(token)
+        self._show()
 
     def end(self) -> None:
-        if self.on_text is not None and self.first is not None:
-            self._show(final=True)
+        if self.on_text is not None:
+            self.text.finish()
+            self._show()
 
-    def _show(self, final: bool) -> None:
-        assert self.first is not None
+    def _show(self) -> None:
         assert self.on_text is not None
-        text = self.tokenizer.decode(self.first.tokens, skip_special_tokens=True)
-        if not final:
-            text = text.rstrip("\ufffd")
-        self.on_text(text[len(self.shown) :])
-        self.shown = text
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        self.on_text(self.text.text[self.shown :])
+        self.shown = len(self.text.text)

@@ -34,6 +34,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=int, default=None, help="most tokens of a request, prompt included")
 
 
+def add_plot_argument(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--plot", nargs="?", const=default, metavar="FILE", help=f"write charts (to {default}; png, svg, pdf)"
+    )
+
+
 def config(args: argparse.Namespace) -> Any:
     """The round's shape as asked for."""
     from specops.spec import SpecConfig
@@ -57,6 +63,29 @@ def progress_printer() -> Say:
         print(f"[{time.perf_counter() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     return say
+
+
+class Progress:
+    """A state told now and then on standard error: every fifth of a second over itself on a terminal, else every 10 s.
+
+    Args:
+        say: takes the lines where there is no terminal.
+    """
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._terminal = sys.stderr.isatty()
+        self._next = time.perf_counter()
+
+    def __call__(self, state: Callable[[], str], *, last: bool = False) -> None:
+        now = time.perf_counter()
+        if now < self._next and not last:
+            return
+        self._next = now + (0.2 if self._terminal else 10.0)
+        if self._terminal:
+            print(f"\r\x1b[K{state()}", end="\n" if last else "", file=sys.stderr, flush=True)
+        else:
+            self._say(state())
 
 
 def write(text: str) -> None:

@@ -14,11 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", help="a user turn; may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens of an answer (default: %(default)s)")
     parser.add_argument("--max-requests", type=int, default=1, help="prompts decoded together (default: %(default)s)")
+    common.add_plot_argument(parser, "specops-demo.png")
 
 
 def run(args: argparse.Namespace) -> int:
-    from specops import demo
+    from specops import demo, plotting
 
+    if args.plot:
+        plotting.check_path(args.plot)
     say = common.progress_printer()
     models = common.load_models(args, say)
     figures = demo.run_demo(
@@ -27,10 +30,14 @@ def run(args: argparse.Namespace) -> int:
         config=common.config(args),
         max_new_tokens=args.max_new_tokens,
         max_requests=args.max_requests,
+        max_context=args.max_context,
         mode=args.mode,
+        phases=bool(args.plot),
         say=say,
         on_text=None if args.json else common.write,
     )
+    if args.plot:
+        say(f"charts are in {plotting.plot_figures(figures, args.plot)}")
     if args.json:
         print(json.dumps(figures))
     else:

@@ -261,13 +261,22 @@ class Engine:
         # Not a generator itself, so that a bad prompt is told of here and not at the first token.
         return self._stream(self._add_all(prompts, sampling, options))
 
-    def warm_up(self, progress: Progress | None = None, *, sampling: bool = False) -> dict[str, RunnerReport]:
-        """Compile and capture every runner's buckets; with ``sampling`` those for sampling requests, too."""
-        if sampling:
-            for variant in VARIANTS:
-                self.rounds.build(variant)
-        for runner in self.runners.values():
-            runner.warm_up(progress)
+    def warm_up(
+        self,
+        progress: Progress | None = None,
+        *,
+        sampling: Iterable[SamplingParams] = (SamplingParams(),),
+        logprobs: bool = False,
+    ) -> dict[str, RunnerReport]:
+        """Compile and capture the buckets of the runners that requests will need.
+
+        Args:
+            progress: as for :meth:`StepRunner.warm_up`.
+            sampling: parameters like those of the requests to come; a greedy batch and each kind of sampling has a graph
+                of its own. What is left out is captured when a request first needs it.
+            logprobs: whether requests will ask for log-probabilities.
+        """
+        self.rounds.warm_up({VARIANTS[_level(params, logprobs)] for params in sampling}, progress)
         return self.explain()
 
     def explain(self) -> dict[str, RunnerReport]:
@@ -379,7 +388,7 @@ class Engine:
 
     def _variant(self, rows: Iterable[int]) -> Variant:
         """The simplest variant that serves the requests in ``rows``."""
-        return VARIANTS[max(_level(self._active[row]) for row in rows)]
+        return VARIANTS[max(_level(r.sampling, r.logprobs is not None) for r in map(self._active.__getitem__, rows))]
 
     def _round(self, tell: OnTokens) -> list[Request]:
         rows, index = self._row_index()
@@ -465,12 +474,11 @@ def _context(target: Any, draft: Any, asked: int | None) -> int:
     return context
 
 
-def _level(request: Request) -> int:
+def _level(sampling: SamplingParams, logprobs: bool) -> int:
     """Index of the simplest variant for one request."""
-    sampling = request.sampling
     if sampling.penalised or sampling.filtered:
         return 2
-    return 0 if sampling.greedy and request.logprobs is None else 1
+    return 0 if sampling.greedy and not logprobs else 1
 
 
 def _cut(rows: list[list[Any]], lens: list[int]) -> list[list[Any]]:

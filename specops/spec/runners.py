@@ -7,13 +7,13 @@ A batch takes the simplest variant that serves all of its requests:
 * ``"filtered"``: some request has a filter (top-k, top-p, min-p) or a repetition penalty.
 
 Every variant serves the requests of those before it with the same results. The last two are built, and captured, when a
-request first needs them, or by ``warm_up(sampling=True)``. All share state, caches and weights.
+request first needs them, or when it is announced to ``warm_up``. All share state, caches and weights.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from specops.batch import DraftExtendBatch
 from specops.compile.draft_extend import DraftExtendRunner, DraftExtendStep, draft_extend_packed
-from specops.compile.step_runner import StepRunner
+from specops.compile.step_runner import Progress, StepRunner
 from specops.spec.config import SpecConfig
 from specops.spec.draft import DraftStep, draft_fields
 from specops.spec.round import DecodeRound, RoundResult, RoundState, RoundStep, pack, round_fields, unpack
@@ -97,6 +97,13 @@ class RoundRunners:
         pool = self._main["greedy"].pool if self._main else None
         self._main[variant] = self.runners[name] = StepRunner(step, table, name=name, pool=pool, **self.options)
         return self._main[variant]
+
+    def warm_up(self, variants: Collection[Variant], progress: Progress | None = None) -> None:
+        """Compile and capture the runners of ``variants``, and those that all variants share."""
+        needed = [self.build(variant) for variant in VARIANTS if variant in variants]
+        shared = [runner for runner in self.runners.values() if runner not in self._main.values()]
+        for runner in (*shared, *needed):
+            runner.warm_up(progress)
 
     def ensure_sampler(self) -> Sampler:
         if self.sampler is None:

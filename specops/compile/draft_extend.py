@@ -77,7 +77,8 @@ class DraftExtendRunner:
         mode, buckets, strict, over_bucket, outputs, pool: as for :class:`StepRunner`.
 
     Raises:
-        ValueError: ``tokens_per_request`` below 1, an unknown mode, or a hidden size that can't be told.
+        ValueError: ``tokens_per_request`` below 1, an unknown mode, caches of different page sizes, or a hidden size that
+            can't be told.
     """
 
     def __init__(
@@ -95,7 +96,11 @@ class DraftExtendRunner:
         buckets: Iterable[int] | None = None,
         **options: Any,
     ) -> None:
-        first = cache if isinstance(cache, nn.Module) else cache[0]
+        caches = [cache] if isinstance(cache, nn.Module) else list(cache)
+        first = caches[0]
+        sizes = sorted({each.page_size for each in caches})
+        if len(sizes) > 1:
+            raise ValueError(f"the caches of a draft share their pages, so they need one page size; got {sizes}")
         pages = next(first.buffers())
         if hidden_size is None:
             hidden_size = getattr(getattr(draft, "config", None), "hidden_width", None)

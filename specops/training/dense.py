@@ -228,9 +228,18 @@ class UnrolledHead:
     Args:
         head: the head; gradients reach its parameters.
         first_position: rotary position of row 0.
+
+    Raises:
+        ValueError: a head of a format read from elsewhere that these forwards lack; names what.
     """
 
     def __init__(self, head: EagleHead, first_position: int = 0) -> None:
+        config = head.config
+        lacking = [name for name in ("normed_residual", "carry_normed", "qk_norm", "layer_windows") if getattr(config, name)]
+        if config.format == "eagle3" and config.num_layers > 1:
+            lacking.append(f"{config.num_layers} layers in an eagle3 head")
+        if lacking:
+            raise ValueError(f"training does not take heads with {', '.join(lacking)}")
         self.head = head
         self.first_position = first_position
         self._past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.layers]

@@ -153,6 +153,43 @@ def test_drafting_carries_the_state_before_the_norm(format: str, options: dict[s
         torch.testing.assert_close(state.double(), wanted[-1:], atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("format", "options"), VARIANTS)
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_cache_after_draft_extend_equals_a_fresh_pass(format: str, options: dict[str, bool], accepted: int) -> None:
+    """Draft steps leave K/V of guessed states behind; the extend over four rows, some of them filler, replaces it."""
+    head = make_head(make_target(), format, **options)
+    ids, hidden = torch.randint(VOCAB, (9,)), torch.randn(9, head.config.hidden_width)
+    state = paged(head, ids[:5], hidden[:5], 5)[-1:]
+    for step in range(3):
+        state = paged(head, torch.randint(VOCAB, (1,)), state, 6 + step)
+    rows, streams = ids[5:].clone(), hidden[5:].clone()
+    rows[accepted:], streams[accepted:] = 0, 0.0
+    extended = paged(head, rows, streams, 9)[:accepted]
+    slots = torch.tensor([5, 2, 9, 3])[torch.arange(5 + accepted) // 4] * 4 + torch.arange(5 + accepted) % 4
+    seen = [cache.k.flatten(0, 1)[slots].clone() for cache in head.caches]
+    values = [cache.v.flatten(0, 1)[slots].clone() for cache in head.caches]
+    head.allocate_caches(num_pages=16, page_size=4)
+    fresh = paged(head, ids[: 5 + accepted], hidden[: 5 + accepted], 5 + accepted)
+    torch.testing.assert_close(extended, fresh[5:], atol=1e-5, rtol=1e-5)
+    for cache, keys, others in zip(head.caches, seen, values, strict=True):
+        torch.testing.assert_close(keys, cache.k.flatten(0, 1)[slots], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(others, cache.v.flatten(0, 1)[slots], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "eagle3", "norm_joined": True}, "norm_joined and norm_inputs exclude each other"),
+        ({"normed_residual": True}, "options of eagle3 heads"),
+        ({"carry_normed": True, "final_norm": False}, "carry_normed needs final_norm"),
+        ({"num_layers": 0}, "at least one layer"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EagleConfig.for_target(TARGET, **options)
+
+
 def test_reduced_vocabulary_maps_by_offsets() -> None:
     target = make_target()
     head = make_head(target)

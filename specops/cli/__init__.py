@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("demo", "generate", "bench", "check", "inspect", "backends")
+COMMANDS = ("demo", "generate", "bench", "trace", "check", "inspect", "backends")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

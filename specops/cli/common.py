@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 Say = Callable[[str], None]
 
 
@@ -32,6 +33,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="how steps run (default: %(default)s)",
     )
     parser.add_argument("--max-context", type=int, default=None, help="most tokens of a request, prompt included")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """The fields of SamplingParams."""
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=None, help="keep the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability")
+    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens this likely relative to the likeliest")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 makes repetition less likely")
+    parser.add_argument("--seed", type=int, default=None, help="prompt i, or line i, samples with seed + i")
+
+
+def sampling(args: argparse.Namespace, options: Mapping[str, Any] | None = None) -> Any:
+    """Sampling parameters as asked for; ``options`` go before the arguments."""
+    from specops.spec import SamplingParams
+
+    return SamplingParams(**{name: (options or {}).get(name, getattr(args, name)) for name in SAMPLING_OPTIONS})
 
 
 def add_plot_argument(parser: argparse.ArgumentParser, default: str) -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, Any
 
 from specops.cli import common
-from specops.cli.jsonl import SAMPLING_OPTIONS, AnswerFile, BadLine, Line, key_of, parse_line, read_lines
+from specops.cli.jsonl import AnswerFile, BadLine, Line, key_of, parse_line, read_lines
 
 INTERRUPTED = 130
 
@@ -36,12 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-requests", type=int, default=8, help="prompts decoded together (default: %(default)s)")
     parser.add_argument("--stop", action="append", default=[], help="text that ends an answer; may be given several times")
     parser.add_argument("--logprobs", action="store_true", help="give each token's log-probability (JSON)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=None, help="keep the k likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens this likely relative to the likeliest")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 makes repetition less likely")
-    parser.add_argument("--seed", type=int, default=None, help="prompt i, or line i, samples with seed + i")
+    common.add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _answer_prompts(args: argparse.Namespace) -> int:
     from specops.api import Answer
 
-    params = _sampling(args, {})
+    params = common.sampling(args)
     prompts = args.prompt or [sys.stdin.read()]
     models, engine, _ = _prepare(args, max_requests=min(args.max_requests, len(prompts)))
     ids = [models.encode(text, chat=not args.raw) for text in prompts]
@@ -100,7 +95,7 @@ class _FileRun:
 
     def run(self) -> int:
         args = self.args
-        _sampling(args, {})
+        common.sampling(args)
         self.out = AnswerFile(Path(args.out)) if args.out else None
         try:
             if args.file != "-":
@@ -161,7 +156,7 @@ class _FileRun:
                 stop=[stop] if isinstance(stop, str) else stop,
                 stop_token_ids=self.models.target.config.eos_token_ids,
                 # A line's own seed stays; the command line's is told apart by line, whatever runs first.
-                sampling=_seeded(_sampling(args, options), 0 if "seed" in options else line.number),
+                sampling=_seeded(common.sampling(args, options), 0 if "seed" in options else line.number),
                 logprobs=args.logprobs,
             )
         except (ValueError, TypeError) as error:
@@ -246,15 +241,8 @@ def _prepare(args: argparse.Namespace, *, max_requests: int) -> tuple[Any, Any, 
     )
     if engine.mode != "eager":
         told = lambda done, total, what: say(f"{what} ({done}/{total})")  # noqa: E731
-        engine.warm_up(told, sampling=[_sampling(args, {})], logprobs=args.logprobs)
+        engine.warm_up(told, sampling=[common.sampling(args)], logprobs=args.logprobs)
     return models, engine, say
-
-
-def _sampling(args: argparse.Namespace, options: dict[str, Any]) -> Any:
-    """Sampling parameters of a line: its own options before those of the command line."""
-    from specops.spec import SamplingParams
-
-    return SamplingParams(**{name: options.get(name, getattr(args, name)) for name in SAMPLING_OPTIONS})
 
 
 def _seeded(params: Any, offset: int) -> Any:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from specops.cli.common import SAMPLING_OPTIONS
+
 _INTEGERS = ("top_k", "seed", "max_new_tokens")
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 OPTIONS = (*SAMPLING_OPTIONS, "max_new_tokens", "stop")
 
 

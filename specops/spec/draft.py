@@ -41,6 +41,19 @@ class DraftStep(nn.Module):
         Returns:
             tokens, parents, depths: ``[B, n]`` int64; tree_mask ``[B * n, n]`` bool. See :func:`specops.ops.build_tree`.
         """
+        scored = self.candidates(root_tokens, next_token_logits, hidden_states, seq_lens, page_table)
+        tree = ops.build_tree(root_tokens, *scored, num_draft_tokens=self.config.width, num_steps=self.config.num_steps)
+        return tree[:4]
+
+    def candidates(
+        self, root_tokens: Tensor, next_token_logits: Tensor, hidden_states: Tensor, seq_lens: Tensor, page_table: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Every drafted node, of which the tree keeps the best; arguments as for :meth:`forward`.
+
+        Returns:
+            tokens ``[B, C]`` int64, log-probabilities of the paths to them ``[B, C]`` float32, and parents ``[B, C]``
+            int64, -1 for the root.
+        """
         topk = self.config.topk
         batch, device = root_tokens.shape[0], root_tokens.device
         scores, tokens = self._best(next_token_logits, topk)
@@ -68,15 +81,7 @@ class DraftStep(nn.Module):
             hidden = hidden.reshape(batch, topk, -1)
             hidden = hidden.gather(1, parent_beam[:, :, None].expand(-1, -1, hidden.shape[2]))
             ancestors = sees.gather(1, parent_beam[:, :, None].expand(-1, -1, sees.shape[2]))
-        tree = ops.build_tree(
-            root_tokens,
-            torch.cat(all_tokens, dim=1),
-            torch.cat(all_scores, dim=1),
-            torch.cat(all_parents, dim=1),
-            num_draft_tokens=self.config.width,
-            num_steps=self.config.num_steps,
-        )
-        return tree[:4]
+        return torch.cat(all_tokens, dim=1), torch.cat(all_scores, dim=1), torch.cat(all_parents, dim=1)
 
     def _best(self, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         """``[R, topk]`` log-probabilities and target ids of the likeliest tokens."""

@@ -29,7 +29,7 @@ from specops.spec.config import SpecConfig
 from specops.spec.prefill import Choose, prefill
 from specops.spec.request import Request
 from specops.spec.round import RoundState
-from specops.spec.runners import VARIANTS, RoundRunners, Variant
+from specops.spec.runners import VARIANTS, RoundRunners, Variant, variant_for
 from specops.spec.sampling import SamplingParams
 from specops.spec.text import TextStream
 from specops.spec.verify import choose_next
@@ -276,7 +276,7 @@ class Engine:
                 of its own. What is left out is captured when a request first needs it.
             logprobs: whether requests will ask for log-probabilities.
         """
-        self.rounds.warm_up({VARIANTS[_level(params, logprobs)] for params in sampling}, progress)
+        self.rounds.warm_up({variant_for(params, logprobs) for params in sampling}, progress)
         return self.explain()
 
     def explain(self) -> dict[str, RunnerReport]:
@@ -388,7 +388,10 @@ class Engine:
 
     def _variant(self, rows: Iterable[int]) -> Variant:
         """The simplest variant that serves the requests in ``rows``."""
-        return VARIANTS[max(_level(r.sampling, r.logprobs is not None) for r in map(self._active.__getitem__, rows))]
+        needed = {
+            variant_for(request.sampling, request.logprobs is not None) for request in (self._active[row] for row in rows)
+        }
+        return max(needed, key=VARIANTS.index)
 
     def _round(self, tell: OnTokens) -> list[Request]:
         rows, index = self._row_index()
@@ -472,13 +475,6 @@ def _context(target: Any, draft: Any, asked: int | None) -> int:
             f"(the target has {limit}); pass max_context={draft.config.max_position_embeddings} or less"
         )
     return context
-
-
-def _level(sampling: SamplingParams, logprobs: bool) -> int:
-    """Index of the simplest variant for one request."""
-    if sampling.penalised or sampling.filtered:
-        return 2
-    return 0 if sampling.greedy and not logprobs else 1
 
 
 def _cut(rows: list[list[Any]], lens: list[int]) -> list[list[Any]]:

@@ -25,12 +25,19 @@ from specops.compile.step_runner import Progress, StepRunner
 from specops.spec.config import SpecConfig
 from specops.spec.draft import DraftStep, draft_fields
 from specops.spec.round import DecodeRound, RoundResult, RoundState, RoundStep, pack, round_fields, unpack
-from specops.spec.sampling import Sampler
+from specops.spec.sampling import Sampler, SamplingParams
 from specops.spec.verify import DecodeStep, VerifyStep, verify_fields
 
 Variant = Literal["greedy", "sampled", "filtered"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "sampled", "filtered")
 Clock = Callable[[str, float], float]
+
+
+def variant_for(sampling: SamplingParams, logprobs: bool = False) -> Variant:
+    """The simplest variant that serves a request."""
+    if sampling.penalised or sampling.filtered:
+        return "filtered"
+    return "greedy" if sampling.greedy and not logprobs else "sampled"
 
 
 class RoundRunners:

@@ -63,7 +63,7 @@ def choose_tiling(
         return Tiling(block_m, 32, 4, 3, 2)
     # Scores with the keys along the matrix instructions' long side: up to 2% faster, and 4% slower under a tree mask.
     swap = not tree and kv_dtype == dtype
-    if batch <= DIRECT_REQUESTS:
+    if batch <= DIRECT_REQUESTS and rows <= MAX_SPLIT_ROWS:
         return Tiling(block_m, 64, 4, 3, 1, swap=swap, inline_merge=False, direct=True)
     programs = PROGRAMS_PER_SM
     if block_m == 16 and units_per_sm >= SMALL_TILE_UNITS_PER_SM:

@@ -30,6 +30,8 @@ TILE_ROWS = 64
 TILES_PER_SM = 16
 # Up to this many requests each gets the same number of programs: the schedule takes longer than it can save.
 DIRECT_REQUESTS = 1
+# More rows times heads make units of unequal lengths, which the schedule evens out.
+DIRECT_ROWS = 1024
 HOPPER_DIMS = (512, 64)
 
 
@@ -48,7 +50,7 @@ def choose_tiling(
     """
     if dtype == torch.float32:
         return Tiling(16, 16, 8 if latent_dim > 128 else 4, 1, 1)
-    direct = split and batch <= DIRECT_REQUESTS
+    direct = split and batch <= DIRECT_REQUESTS and rows <= DIRECT_ROWS
     if hopper and split:
         return Tiling(TILE_ROWS, 64, 8, 2, 1, inline_merge=False, direct=direct, hopper=True)
     block_m = min(max(next_power_of_2(rows), 16), TILE_ROWS)

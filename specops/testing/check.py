@@ -22,7 +22,7 @@ from specops.testing.backend_checks import JUDGES, Judge
 from specops.testing.cases import make_mha_case, make_mla_case
 from specops.testing.gpu_checks import GPU_JUDGES
 from specops.testing.grid import grid
-from specops.testing.report import Finding, Report, code, one_line
+from specops.testing.report import Finding, Report, called, code, one_line
 from specops.testing.shrink import shrink, simpler_arguments
 from specops.testing.subject import Subject
 from specops.testing.timed import Hung, run_within
@@ -132,10 +132,11 @@ def check_backend(
     seen: set[str] = set()
     try:
         for done, (check, name, arguments) in enumerate(cases, 1):
-            fitted, reason = subject.fit(arguments)
+            fitted, reasons = subject.fit(arguments)
             key = f"{check} {fitted}"
             if fitted is None:
-                report.skip(reason)
+                for reason in reasons:
+                    report.skip(reason)
             elif key not in seen:
                 seen.add(key)
                 _run(report, subject, judges[check], (check, name, fitted), time_limit, shrink_seconds, origin)
@@ -158,9 +159,9 @@ def replay(backend: str | Callable[..., Tensor], family: Family, check: str, **a
     device = arguments.pop("device", None)
     subject, _, forget = _subject(backend, family, device, {})
     try:
-        fitted, reason = subject.fit(arguments)
+        fitted, reasons = subject.fit(arguments)
         if fitted is None:
-            raise ValueError(f"{subject.backend.op_name} does not declare this: {reason}")
+            raise ValueError(f"{subject.backend.op_name} does not take this: {', '.join(reasons)}")
         problem = {**JUDGES, **GPU_JUDGES}[check](subject, fitted)
     finally:
         forget()
@@ -250,7 +251,7 @@ def _subject(
     name = f"under_test_{next(_names)}"
     register_backend(name, family=family, **declared)(backend)
     found = get_backend(name, family)
-    origin = getattr(backend, "__name__", type(backend).__name__)
+    origin = called(backend)
     return Subject(found, _device(found.capabilities, device)), origin, lambda: _forget(found)
 
 
@@ -284,7 +285,7 @@ def _cases(subject: Subject, seed: int, examples: int, large_pool: bool) -> Iter
     yield "leak", "uniform", {"query_lens": 2}
     draw = random.Random(seed)
     for number in range(examples):
-        yield "fuzz", f"example-{number}", random_arguments(draw, family)
+        yield "fuzz", f"example-{number}", subject.within(random_arguments(draw, family))
     for name, arguments in TRACED.items():
         yield "opcheck", name, arguments
     for name in COMPILED:

@@ -39,7 +39,7 @@ class Report:
         checks: how many cases of each check ran.
         failed: how many of them failed.
         findings: one entry per check that failed.
-        skipped: cases that did not run, by reason. What a backend does not declare is not asked of it.
+        skipped: reasons why cases did not run, and for how many. What a backend does not declare is not asked of it.
         stopped: why the run ended early, None if it did not.
         seconds: how long it took.
     """
@@ -95,7 +95,7 @@ class Report:
         failed = {finding.check: 1 + len(finding.also) for finding in self.findings}
         for check, count in self.checks.items():
             lines.append(f"  {check:16} {count:4} cases  {f'{failed[check]} FAILED' if check in failed else 'ok'}")
-        lines.extend(f"  not run: {count} x {reason}" for reason, count in self.skipped.items())
+        lines.extend(f"  not run: {count} cases, {reason}" for reason, count in self.skipped.items())
         if self.stopped is not None:
             lines.append(f"  stopped early: {self.stopped}")
         if not total:
@@ -126,3 +126,9 @@ def code(value: Any) -> str:
         inner = ", ".join(code(item) for item in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     return repr(value)
+
+
+def called(subject: Any) -> str:
+    """What a snippet calls a function or class: its name, or ``subject`` where it has none that is code."""
+    name = str(getattr(subject, "__name__", ""))
+    return name if name.isidentifier() else "subject"

@@ -20,7 +20,7 @@ from specops.batch import DraftExtendBatch
 from specops.compile import DraftExtendRunner
 from specops.testing import poisons, toy_draft
 from specops.testing.oracle import BOUNDS
-from specops.testing.report import Finding, Report, code, one_line
+from specops.testing.report import Finding, Report, called, code, one_line
 from specops.testing.shrink import Batches, shrink, simpler_batches
 from specops.testing.timed import Hung, run_within
 from specops.testing.toy_draft import HIDDEN, MAX_PAGES, ToyDraft, expected_step, fill_history, make_batch
@@ -196,7 +196,7 @@ def check_runner(
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     subject = RunnerSubject(_factory(runner, where, compiler), where)
-    origin = repr(runner) if isinstance(runner, str) else getattr(runner, "__name__", type(runner).__name__)
+    origin = repr(runner) if isinstance(runner, str) else called(runner)
     report = Report(f"runner {origin}", str(where))
     names = [*SEQUENCES, *CHECKS]
     wanted = names if only is None else list(only)

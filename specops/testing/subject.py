@@ -36,6 +36,15 @@ MLA_SIZES: dict[str, Any] = {
     "rope_dim": 16,
 }
 
+# The argument of a case that asks for each feature.
+FEATURE_ARGUMENTS = {
+    "window": "window",
+    "softcap": "softcap",
+    "sinks": "sinks",
+    "tree_mask": "tree_width",
+    "fp8_kv": "fp8",
+}
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -58,16 +67,38 @@ class Subject:
             return make_mha_case(**{"device": self.device, **arguments})
         return make_mla_case(**{"device": self.device, **arguments})
 
-    def fit(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-        """Arguments with all sizes, changed to what the backend takes; or None and the reason why it can't take them."""
+    def fit(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+        """Arguments with all sizes, changed to what the backend takes; or None and the reasons why it can't take them."""
         whole = {**(MHA_SIZES if self.family == "mha" else MLA_SIZES), **arguments}
-        reasons: list[str] = []
-        for limits in (self.backend.capabilities, *self.backend.capabilities.also):
+        capabilities, reasons = self.backend.capabilities, [""]
+        for limits in (capabilities, *capabilities.also):
             fitted = _fitted(limits, self.family, whole)
-            reasons = self.backend.capabilities.why_not(_request(self.family, self.device, fitted))
+            request = _request(self.family, self.device, fitted)
+            reasons = capabilities.why_not(request)
             if not reasons:
-                return fitted, ""
-        return None, "; ".join(reasons)
+                return fitted, []
+            declared = {feature for limits in (capabilities, *capabilities.also) for feature in limits.features}
+            missing = [f"{feature} is not declared" for feature in request.features if feature not in declared]
+            layouts = {layout for limits in (capabilities, *capabilities.also) for layout in limits.layouts}
+            if request.layout not in layouts:
+                missing.append(f"{request.layout} layout is not declared")
+            reasons = missing or reasons
+        return None, reasons
+
+    def within(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Random arguments without the features and the layout that the backend does not declare."""
+        capabilities, kept = self.backend.capabilities, dict(arguments)
+        for feature, name in FEATURE_ARGUMENTS.items():
+            if feature not in capabilities.features:
+                kept.pop(name, None)
+        if not isinstance(kept["query_lens"], int) and "packed" not in capabilities.layouts:
+            kept["query_lens"] = max(1, *kept["query_lens"], 1)
+        if isinstance(kept["query_lens"], int) and "uniform" not in capabilities.layouts:
+            kept["query_lens"] = tuple(kept["query_lens"] for _ in kept["seq_lens"])
+            kept.pop("tree_width", None)
+        if "tree_width" in kept and "wide_tree_mask" not in capabilities.features:
+            kept["tree_width"] = kept["query_lens"]
+        return kept
 
     def bound(self, dtype: torch.dtype) -> torch.dtype | str:
         """Which error bound holds. GPUs may multiply float32 in TF32."""

@@ -169,7 +169,7 @@ def test_f40_slots_of_either_width(dtype: torch.dtype) -> None:
 def test_f40_a_page_table_of_int64_is_refused() -> None:
     case = make_mha_case()
     case.tensors["page_table"] = case.tensors["page_table"].long()
-    with pytest.raises(TypeError, match="page_table must be int32, got torch.int64; convert it once"):
+    with pytest.raises(TypeError, match=r"page_table must be int32, got torch\.int64; convert it once"):
         case.run()
 
 

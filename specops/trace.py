@@ -221,9 +221,12 @@ def to_svg(trace: RoundTrace) -> str:
     """The tree as a drawing, left to right; a pointer over a node shows its numbers."""
     places = _layout(trace.nodes)
     last = max(index for index, node in enumerate(trace.nodes) if node.accepted)
-    columns = 2 + max(node.depth for node in trace.nodes)
-    bonus_x, bonus_y = places[last][0] + _COLUMN, max(y for _, y in places) + _ROW
-    width, height = _MARGIN * 2 + (columns - 1) * _COLUMN + _BOX[0], bonus_y + _BOX[1] + _MARGIN
+    # Right of the path's end, which is free unless it has children; then below everything.
+    open_end = all(node.parent != last for node in trace.nodes)
+    lowest = max(y for _, y in places)
+    bonus = places[last][0] + _COLUMN, places[last][1] if open_end else lowest + _ROW
+    width = max(bonus[0], max(x for x, _ in places)) + _BOX[0] + _MARGIN
+    height = max(bonus[1], lowest) + _BOX[1] + _MARGIN
     edges, boxes = [], []
     for index, node in enumerate(trace.nodes):
         kind = "accepted" if node.accepted else "rejected"
@@ -234,12 +237,13 @@ def to_svg(trace: RoundTrace) -> str:
             note += f" · target {_percent(node.target_probability)}"
         tip = f"{node.text} (token {node.token}), {kind}; after it the target would take {node.best_text} "
         boxes.append(_box(places[index], kind, node.text, note, tip + f"({_percent(node.best_probability)})"))
-    edges.append(_edge(places[last], (bonus_x, bonus_y), "bonus"))
+    edges.append(_edge(places[last], bonus, "bonus"))
     tip = f"{trace.emitted[-1]} (token {trace.emitted_tokens[-1]}): the target's own token after the accepted path"
-    boxes.append(_box((bonus_x, bonus_y), "bonus", trace.emitted[-1], "bonus: the target's own", tip))
+    boxes.append(_box(bonus, "bonus", trace.emitted[-1], "bonus: the target's own", tip))
     label = escape(f"Round {trace.round}: {len(trace.nodes)} nodes, {len(trace.emitted)} tokens emitted")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" '
         f'role="img" aria-label="{label}"><style>{_STYLE}</style>{"".join(edges)}{"".join(boxes)}</svg>'
     )
 

@@ -357,12 +357,31 @@ def test_files_that_cannot_be_written_are_told_of_before_the_work(
     assert failure(capsys, arguments) == message
 
 
-def test_check_hands_its_arguments_to_the_kit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_hands_its_options_to_the_kit(monkeypatch: pytest.MonkeyPatch) -> None:
     kit, got = types.ModuleType("specops.testing.__main__"), []
     kit.main = lambda arguments: got.append(arguments) or 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specops.testing.__main__", kit)
-    assert main(["check", "--json", "triton", "--family", "mha"]) == 1
-    assert got == [["--json", "triton", "--family", "mha"]]
+    assert main(["check", "--backend", "triton", "--family", "mha", "--json"]) == 1
+    assert main(["check", "--device", "cpu"]) == 1
+    assert got[0] == ["--json", "--backend", "triton", "--family", "mha"]
+    assert got[1][:2] == ["--device", "cpu"]
+    assert {"reference", "cpu"} <= set(got[1][3::2])
+    assert set(got[1][2::2]) == {"--backend"}
+
+
+def test_check_runs_the_kit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--backend", "reference", "--family", "mla", "--device", "cpu", "--only", "shared-pages", "--quiet"]
+    assert main(["check", *arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["failed"], result["ok"]) == (0, True)
+    assert result["checks"] > 0
+
+
+def test_unknown_options_of_other_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["backends", "--colour"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --colour" in capsys.readouterr().err
 
 
 def test_backends_lists_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:

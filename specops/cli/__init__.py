@@ -17,7 +17,11 @@ COMMANDS = ("demo", "generate", "bench", "trace", "check", "inspect", "backends"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what went wrong is told in one line on standard error."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, more = parser.parse_known_args(argv)
+    if more and not args.takes_more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    args.more = more
     try:
         result: int = args.run(args)
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -60,6 +64,6 @@ def _parser() -> argparse.ArgumentParser:
         text = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        command.set_defaults(run=module.run, takes_more=False)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
     return parser

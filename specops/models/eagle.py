@@ -27,6 +27,7 @@ from specops.kv_cache import PagedKVCache
 from specops.metadata import AttentionMetadata
 from specops.models.eagle_config import EagleConfig
 from specops.models.llama import MLP, Attention, DecoderLayer, RMSNorm
+from specops.models.packed_linear import PackedWeight
 from specops.models.rotary import Rope, Rotary
 
 __all__ = ["EagleConfig", "EagleHead"]
@@ -101,6 +102,7 @@ class EagleHead(nn.Module):
         self.norm = RMSNorm(size, eps) if config.final_norm else None
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         self.register_buffer("d2t", self._checked_map(d2t))
+        self.packed_lm_head: PackedWeight | None = None
         weight = self._draft_rows(lm_head_weight)
         if config.own_lm_head:
             self.lm_head_weight = nn.Parameter(weight.detach().clone())
@@ -181,6 +183,8 @@ class EagleHead(nn.Module):
         """``[R, draft_vocab_size]`` logits of carried states ``hidden`` ``[R, hidden_size]``."""
         if self.norm is not None and not self.config.carry_normed:
             hidden = self.norm(hidden)
+        if self.packed_lm_head is not None:
+            return self.packed_lm_head.linear(hidden, self.lm_head_weight)
         return F.linear(hidden, self.lm_head_weight)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from specops.compile.report import RunnerReport
 from specops.compile.step_runner import Mode, Progress, StepRunner
 from specops.kv_cache import PageAllocator, PageTable
+from specops.models.packed_linear import pack_linears
 from specops.spec.config import SpecConfig
 from specops.spec.prefill import Choose, prefill
 from specops.spec.request import Request
@@ -79,6 +80,8 @@ class Engine:
         split: run draft, verify and draft-extend behind a runner each, and wait for the device after each, so that
             ``stats.seconds`` tells them apart.
         tokenizer: gives requests their text and finds stop strings; anything with a transformers tokenizer's ``decode``.
+        pack_weights: in eager mode on a CPU, keep a copy of the models' weights laid out for few rows
+            (:mod:`specops.models.packed_linear`); faster, for twice the weights' memory.
 
     Raises:
         ValueError: a draft that does not fit the target, a context beyond either model's, or a pool too small for one
@@ -101,6 +104,7 @@ class Engine:
         prefill_tokens: int = 2048,
         split: bool = False,
         tokenizer: Any = None,
+        pack_weights: bool = True,
     ) -> None:
         weight = next(target.parameters())
         self.target, self.draft = target.eval(), draft.eval() if draft is not None else None
@@ -123,6 +127,10 @@ class Engine:
             if model is not None:
                 model.allocate_caches(self.allocator.num_pages, page_size)  # type: ignore[operator]
         self.mode: Mode = mode if mode != "auto" else ("direct" if self.device.type == "cuda" else "eager")
+        if pack_weights and self.mode == "eager" and self.device.type == "cpu":
+            for model in (self.target, self.draft):
+                if model is not None:
+                    pack_linears(model)
         self._waiting: deque[Request] = deque()
         self._active: dict[int, Request] = {}
         self._rows: tuple[list[int], Tensor] | None = None

@@ -1,0 +1,149 @@
+"""Linear layers of few rows on a CPU, over weights that oneDNN has laid out beforehand.
+
+A step of decoding multiplies 1 to a few dozen rows. ``F.linear`` lays the weight out anew at each call, which for such flat
+products costs as much as the product. :func:`pack_linears` keeps a second copy of every weight in oneDNN's own layout:
+
+    pack_linears(target)                # nn.Linear layers, LM head included; a tied embedding keeps its own weight
+    pack_linears(head)                  # and the rows of the LM head that a draft head reads
+
+On one core of a Xeon with AVX-512, 30 layers of SmolLM2 (hidden 576) took, in ms, plain and packed:
+
+    rows      1           4           6
+    float32   28 / 30     52 / 38     60 / 39
+    bfloat16  28 / 18     37 / 25     43 / 27
+
+The copy is made anew when a weight was changed in place or replaced. Other devices and dtypes, many rows, gradients and
+code under ``torch.compile`` take ``F.linear`` as before. The weights themselves stay where they are, so saving,
+loading and moving a packed model work as usual; the copy doubles the weights' memory.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# More rows than this are worth F.linear's own packing; with fewer float32 rows than the first it reads the weight once.
+MAX_ROWS = 64
+MIN_ROWS = {torch.float32: 2, torch.bfloat16: 1}
+# Of the free memory, what the copies of one model may take.
+MEMORY_SHARE = 0.5
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether this build and machine have a packed product for ``weight``."""
+    if weight.device.type != "cpu" or weight.dtype not in MIN_ROWS or weight.dim() != 2:
+        return False
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class PackedWeight:
+    """The packed copy of one weight.
+
+    Args:
+        weight: ``[N, K]`` float32 or bfloat16 on the CPU; :func:`can_pack` must hold.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._min_rows = MIN_ROWS[weight.dtype]
+        self._refresh(weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``F.linear(x, weight, bias)``, packed where that is the faster one and possible.
+
+        Args:
+            x: ``[..., K]``.
+            weight: the weight this copy was made of, or what has taken its place.
+            bias: ``[N]`` or None.
+        """
+        if torch.compiler.is_compiling():
+            return F.linear(x, weight, bias)
+        rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+        if not self._min_rows <= rows <= MAX_ROWS or x.dtype != self._dtype or not x.is_cpu:
+            return F.linear(x, weight, bias)
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return F.linear(x, weight, bias)
+        if weight.data_ptr() != self._address or _version(weight) != self._version:
+            if not can_pack(weight) or weight.dtype != x.dtype:
+                return F.linear(x, weight, bias)
+            self._refresh(weight)
+        return _multiply(x, self._packed, bias)
+
+    def _refresh(self, weight: Tensor) -> None:
+        with torch.no_grad():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
+        self._dtype = weight.dtype
+        self._address, self._version = weight.data_ptr(), _version(weight)
+
+
+class PackedLinear(nn.Linear):
+    """An ``nn.Linear`` whose product goes through a :class:`PackedWeight`; what :func:`pack_linears` turns layers into."""
+
+    packed: PackedWeight
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.packed.linear(input, self.weight, self.bias)
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Pack every ``nn.Linear`` of ``model`` and, in a draft head, the LM head's rows. Layers stay the same objects.
+
+    Subclasses of ``nn.Linear`` are left alone, and so is a model whose copies would not fit into half of the free memory.
+
+    Returns:
+        How many weights are packed now, those that were packed before included.
+    """
+    linears = [module for module in model.modules() if type(module) is nn.Linear and can_pack(module.weight)]
+    heads = [module for module in model.modules() if _draft_rows(module) is not None]
+    new = [linear.weight for linear in linears]
+    new += [rows for head in heads if (rows := _draft_rows(head)) is not None and head.packed_lm_head is None]
+    if sum(weight.numel() * weight.element_size() for weight in new) <= MEMORY_SHARE * _free_memory():
+        for linear in linears:
+            # The class alone changes: names, parameters and hooks stay.
+            linear.__class__ = PackedLinear
+            object.__setattr__(linear, "packed", PackedWeight(linear.weight))
+        for head in heads:
+            rows = _draft_rows(head)
+            if head.packed_lm_head is None and rows is not None:
+                object.__setattr__(head, "packed_lm_head", PackedWeight(rows))
+    packed_heads = sum(head.packed_lm_head is not None for head in heads)
+    return sum(isinstance(module, PackedLinear) for module in model.modules()) + packed_heads
+
+
+def unpack_linears(model: nn.Module) -> None:
+    """Undo :func:`pack_linears` and free the copies."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            object.__delattr__(module, "packed")
+            module.__class__ = nn.Linear
+        elif _draft_rows(module) is not None:
+            object.__setattr__(module, "packed_lm_head", None)
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return result
+
+
+def _draft_rows(module: nn.Module) -> Tensor | None:
+    """The LM head of a draft head, which is a bare tensor there."""
+    weight = getattr(module, "lm_head_weight", None)
+    usable = isinstance(weight, Tensor) and hasattr(module, "packed_lm_head") and can_pack(weight)
+    return weight if usable else None
+
+
+def _version(weight: Tensor) -> int:
+    """Counts changes in place; inference tensors have no counter, and may not be changed outside inference mode."""
+    return 0 if weight.is_inference() else weight._version
+
+
+def _free_memory() -> int:
+    """Free bytes, a large number where the system does not tell."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 1 << 62

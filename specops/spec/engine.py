@@ -392,7 +392,8 @@ class Engine:
             request = self._active[row]
             if not request.sampling.greedy:
                 sampler.join(row, request.sampling, request.prompt)
-        return lambda logits, lens: choose_next(logits, lens, sampler, index, full=variant == "filtered")
+        ranks = self.rounds.ranks(variant)
+        return lambda logits, lens: choose_next(logits, lens, sampler, index, ranks)
 
     def _variant(self, rows: Iterable[int]) -> Variant:
         """The simplest variant that serves the requests in ``rows``."""

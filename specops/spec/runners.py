@@ -4,10 +4,12 @@ A batch takes the simplest variant that serves all of its requests:
 
 * ``"greedy"``: every request takes the target's argmax; nothing is computed for sampling.
 * ``"sampled"``: some request has a temperature, or wants log-probabilities.
-* ``"filtered"``: some request has a filter (top-k, top-p, min-p) or a repetition penalty.
+* ``"top_k"``: some request has a repetition penalty or a filter, and every filter by top-k or top-p keeps at most
+  ``MAX_TOP_K`` tokens, so that a short list of the likeliest tells where to cut.
+* ``"filtered"``: some request has top-p alone or a large top-k, which takes a sort of the vocabulary.
 
-Every variant serves the requests of those before it with the same results. The last two are built, and captured, when a
-request first needs them, or when it is announced to ``warm_up``. All share state, caches and weights.
+Every variant serves the requests of those before it with the same results. All but the first are built, and captured, when
+a request first needs them, or when they are announced to ``warm_up``. All share state, caches and weights.
 """
 
 from __future__ import annotations
@@ -28,15 +30,21 @@ from specops.spec.round import DecodeRound, RoundResult, RoundState, RoundStep, 
 from specops.spec.sampling import Sampler, SamplingParams
 from specops.spec.verify import DecodeStep, VerifyStep, verify_fields
 
-Variant = Literal["greedy", "sampled", "filtered"]
-VARIANTS: tuple[Variant, ...] = ("greedy", "sampled", "filtered")
+Variant = Literal["greedy", "sampled", "top_k", "filtered"]
+VARIANTS: tuple[Variant, ...] = ("greedy", "sampled", "top_k", "filtered")
+MAX_TOP_K = 256
 Clock = Callable[[str, float], float]
 
 
 def variant_for(sampling: SamplingParams, logprobs: bool = False) -> Variant:
     """The simplest variant that serves a request."""
-    if sampling.penalised or sampling.filtered:
-        return "filtered"
+    if sampling.filtered:
+        if sampling.top_k is None:
+            # The likeliest token alone tells where min-p cuts.
+            return "filtered" if sampling.top_p < 1 else "top_k"
+        return "top_k" if sampling.top_k <= MAX_TOP_K else "filtered"
+    if sampling.penalised:
+        return "top_k"
     return "greedy" if sampling.greedy and not logprobs else "sampled"
 
 
@@ -86,13 +94,13 @@ class RoundRunners:
         if variant in self._main:
             return self._main[variant]
         sampler = None if variant == "greedy" else self.ensure_sampler()
-        full = variant == "filtered"
+        ranks = self.ranks(variant)
         table = round_fields(self.state.spare_row)
         step: nn.Module
         if self.draft is None:
-            name, step = "decode", DecodeRound(DecodeStep(self.target, self.page_size, sampler, full), self.state)
+            name, step = "decode", DecodeRound(DecodeStep(self.target, self.page_size, sampler, ranks), self.state)
         else:
-            name, step = "verify", VerifyStep(self.target, self.page_size, self.config, self.aux_layers, sampler, full)
+            name, step = "verify", VerifyStep(self.target, self.page_size, self.config, self.aux_layers, sampler, ranks)
             if self.split:
                 table = verify_fields(self.config, self.max_pages, None if sampler is None else self.state.spare_row)
             else:
@@ -111,6 +119,11 @@ class RoundRunners:
         shared = [runner for runner in self.runners.values() if runner not in self._main.values()]
         for runner in (*shared, *needed):
             runner.warm_up(progress)
+
+    def ranks(self, variant: Variant) -> int | None:
+        """How many of the likeliest tokens a variant ranks; None if it has neither penalties nor filters."""
+        vocab: int = self.target.config.vocab_size  # type: ignore[union-attr, assignment]
+        return {"filtered": vocab, "top_k": min(MAX_TOP_K, vocab)}.get(variant)
 
     def ensure_sampler(self) -> Sampler:
         if self.sampler is None:

@@ -1,8 +1,8 @@
 """Sampling: what a request asks for, the per-row tensors that hold it, and the target's distribution after it.
 
 The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p. Parameters are rows of tensors,
-so greedy and sampling requests share a batch and a graph. A step without filters (``full=False``) leaves the penalty and
-the sort out; the engine takes it when no request of the batch needs them.
+so greedy and sampling requests share a batch and a graph. What costs most is finding where top-k and top-p cut: a step
+ranks as many tokens as the batch's requests need (see :mod:`specops.spec.runners`), and none where none filters.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Sampler(nn.Module):
         likeliest: Tensor,
         rows: Tensor,
         *,
-        full: bool,
+        ranks: int | None,
         tokens: Tensor | None = None,
         sees: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,8 @@ class Sampler(nn.Module):
             logits: ``[B, n, V]``, the target's, in any float dtype.
             likeliest: ``[B, n]`` int64, their argmax as the greedy step takes it.
             rows: ``[B]`` int64.
-            full: whether any row has a penalty or a filter; without, neither is computed.
+            ranks: how many of the likeliest tokens are ranked: ``V``, or at least the largest ``top_k`` if every row with a
+                ``top_p`` has one. None if no row has a penalty or a filter; neither is computed then.
             tokens, sees: ``[B, n]`` int64 and ``[B, n, n]`` bool, the tree's nodes and which of them stand at or above
                 each. They count as part of the answer for the penalty.
 
@@ -138,15 +139,15 @@ class Sampler(nn.Module):
         """
         temperature, top_p, min_p, penalty = self.numbers[rows][:, :, None, None].unbind(1)
         logits = logits.float()
-        if full:
+        if ranks is not None:
             logits = _penalised(logits, penalty, self.seen[rows], tokens, sees)
             # Rows without a penalty keep the choice of the greedy step, whose ties fall in the logits' own dtype.
             likeliest = torch.where(penalty[:, :, 0] == 1, likeliest, logits.argmax(dim=2))
         # Shifted first, so that a tiny temperature gives -inf and not inf - inf.
         shifted = (logits - logits.amax(dim=2, keepdim=True)) / temperature.clamp(min=1e-30)
         weights = shifted.softmax(dim=2)
-        if full:
-            weights = _filtered(weights, self.integers[rows][:, 0], top_p, min_p)
+        if ranks is not None:
+            weights = _filtered(weights, self.integers[rows][:, 0], top_p, min_p, ranks)
         return weights, likeliest
 
     def choose(self, weights: Tensor, likeliest: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -197,15 +198,19 @@ def _penalised(logits: Tensor, penalty: Tensor, seen: Tensor, tokens: Tensor | N
     return result.scatter(2, columns, values)
 
 
-def _filtered(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def _filtered(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, ranks: int) -> Tensor:
     """Weights below the strictest of three thresholds become zero; the likeliest token always stays."""
-    ranked = weights.sort(dim=2, descending=True).values
-    least_k = ranked.gather(2, (top_k - 1)[:, None, None].expand(-1, ranked.shape[1], 1))
+    if ranks < weights.shape[2]:
+        ranked = weights.topk(ranks, dim=2).values
+    else:
+        ranked = weights.sort(dim=2, descending=True).values
+    place = top_k[:, None, None].expand(-1, ranked.shape[1], 1)
+    least_k = torch.where(place > ranks, 0, ranked.gather(2, place.clamp(max=ranks) - 1))
     kept = torch.where(ranked >= least_k, ranked, 0)
     before = kept.cumsum(dim=2) - kept
     needed = (before < top_p * kept.sum(dim=2, keepdim=True)) & (kept > 0)
     least_p = torch.where(needed, kept, torch.inf).amin(dim=2, keepdim=True)
-    # Exactly all of them at top_p = 1, where rounding could drop the tail.
+    # Exactly all of them at top_p = 1, where rounding, or a short list, could drop the tail.
     least_p = torch.where(top_p >= 1, 0, least_p)
     least = torch.maximum(torch.maximum(least_k, least_p), min_p * ranked[:, :, :1])
     return torch.where(weights >= least, weights, 0)

@@ -24,7 +24,7 @@ class VerifyStep(nn.Module):
     """Tree verification by the target, greedy or by sampling.
 
     With ``aux_layers`` the hidden states handed on are those residual streams side by side (EAGLE-3). A ``sampler`` makes
-    it the sampling step; ``full`` says whether that serves penalties and filters.
+    it the sampling step; ``ranks`` is how many tokens that ranks to filter them, None for neither penalties nor filters.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class VerifyStep(nn.Module):
         config: SpecConfig,
         aux_layers: tuple[int, ...] = (),
         sampler: Sampler | None = None,
-        full: bool = True,
+        ranks: int | None = None,
     ) -> None:
         super().__init__()
         self.aux_layers = aux_layers
@@ -42,7 +42,7 @@ class VerifyStep(nn.Module):
         self.page_size = page_size
         self.config = config
         self.sampler = sampler
-        self.full = full
+        self.ranks = ranks
 
     def forward(
         self,
@@ -92,7 +92,7 @@ class VerifyStep(nn.Module):
         result = (accept_lens, emitted, handed_on.flatten(0, 1), gaps.gather(1, places))
         if self.sampler is None or rows is None:
             return result
-        if self.full:
+        if self.ranks is not None:
             real = torch.arange(width, device=tokens.device) < accept_lens[:, None]
             self.sampler.mark(rows, torch.where(real, emitted, emitted[:, :1]))
         return (*result, _logprobs(logits.view(batch, width, -1), places, emitted))
@@ -128,7 +128,7 @@ class VerifyStep(nn.Module):
         assert self.sampler is not None
         width, num_steps = tokens.shape[1], self.config.num_steps
         committed = seq_lens.long() - width
-        weights, likeliest = self.sampler.weights(logits, likeliest, rows, full=self.full, tokens=tokens, sees=tree_mask)
+        weights, likeliest = self.sampler.weights(logits, likeliest, rows, ranks=self.ranks, tokens=tokens, sees=tree_mask)
         if self.config.acceptance == "coupled":
             # Padded requests stand at negative positions; theirs are masked to words and never read.
             chosen = self.sampler.choose(weights, likeliest, rows, committed[:, None] + depths + 1)
@@ -155,12 +155,12 @@ class VerifyStep(nn.Module):
 class DecodeStep(nn.Module):
     """One step of plain decoding: each request's last token in, the target's choice out."""
 
-    def __init__(self, target: nn.Module, page_size: int, sampler: Sampler | None = None, full: bool = True) -> None:
+    def __init__(self, target: nn.Module, page_size: int, sampler: Sampler | None = None, ranks: int | None = None) -> None:
         super().__init__()
         self.target = target
         self.page_size = page_size
         self.sampler = sampler
-        self.full = full
+        self.ranks = ranks
 
     def forward(
         self, tokens: Tensor, seq_lens: Tensor, page_table: Tensor, rows: Tensor | None = None
@@ -179,18 +179,18 @@ class DecodeStep(nn.Module):
         meta = attention_metadata(page_table, seq_lens, QueryLayout.uniform(1), self.page_size)
         hidden = self.target(tokens.reshape(-1), meta)
         logits = self.target.compute_logits(hidden)  # type: ignore[operator]
-        return choose_next(logits, seq_lens, self.sampler, rows, self.full)
+        return choose_next(logits, seq_lens, self.sampler, rows, self.ranks)
 
 
 def choose_next(
-    logits: Tensor, seq_lens: Tensor, sampler: Sampler | None = None, rows: Tensor | None = None, full: bool = True
+    logits: Tensor, seq_lens: Tensor, sampler: Sampler | None = None, rows: Tensor | None = None, ranks: int | None = None
 ) -> tuple[Tensor, ...]:
     """The token after each request's last one: greedy, or by its row of the sampler.
 
     Args:
         logits: ``[B, V]``.
         seq_lens: ``[B]`` int32, tokens so far, which is the place of the new one.
-        sampler, rows, full: as for :class:`VerifyStep`.
+        sampler, rows, ranks: as for :class:`VerifyStep`.
 
     Returns:
         ``[B]`` int64 tokens, ``[B]`` float32 gaps, and with a sampler ``[B]`` float32 log-probabilities.
@@ -200,9 +200,9 @@ def choose_next(
     if sampler is None or rows is None:
         return tokens, gaps
     logits = logits[:, None]
-    weights, likeliest = sampler.weights(logits, tokens[:, None], rows, full=full)
+    weights, likeliest = sampler.weights(logits, tokens[:, None], rows, ranks=ranks)
     chosen = sampler.choose(weights, likeliest, rows, seq_lens.long()[:, None])
-    if full:
+    if ranks is not None:
         sampler.mark(rows, chosen)
     return chosen[:, 0], gaps, _logprobs(logits, torch.zeros_like(chosen), chosen)[:, 0]
 

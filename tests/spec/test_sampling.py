@@ -15,12 +15,14 @@ import transformers
 from torch import Tensor
 
 from specops.spec import Engine, SamplingParams, SpecConfig
+from specops.spec.runners import variant_for
 from specops.spec.sampling import Sampler
 from tests.spec.toys import Shadow, greedy, small_llama, target_of, untrained_head
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 13, [9, 8], [3] * 30, [11, 12, 13]]
 COUNT = 17
 WARM = SamplingParams(0.8, seed=5)
+NUCLEUS = SamplingParams(1.1, top_p=0.8, seed=5)
 FILTERED = SamplingParams(1.1, top_k=12, top_p=0.9, min_p=0.02, repetition_penalty=1.3, seed=5)
 SHAPES = {
     "plain": None,
@@ -78,12 +80,47 @@ def test_distributions_are_those_of_transformers(params: SamplingParams) -> None
     # A chain: node i has the nodes up to i behind it.
     sees = torch.ones(3, 3, dtype=torch.bool).tril()[None]
     rows, tokens = torch.tensor([1]), torch.tensor([path])
-    weights, likeliest = sampler.weights(logits, logits.argmax(2), rows, full=True, tokens=tokens, sees=sees)
-    probabilities = sampler.probabilities(weights, likeliest, rows)
-    for node in range(3):
-        expected = processed(logits[0, node], history + path[: node + 1], params)
-        torch.testing.assert_close(probabilities[0, node], expected, rtol=1e-4, atol=1e-6)
-        assert torch.equal(probabilities[0, node] == 0, expected == 0)
+    # A short list will do where top-k cuts, or where nothing but min-p does.
+    short = params.top_k if params.top_k and params.top_k < vocab else 1
+    for ranks in (vocab, *((short, 25) if params.top_p == 1 or params.top_k in (9, 20) else ())):
+        weights, likeliest = sampler.weights(logits, logits.argmax(2), rows, ranks=ranks, tokens=tokens, sees=sees)
+        probabilities = sampler.probabilities(weights, likeliest, rows)
+        for node in range(3):
+            expected = processed(logits[0, node], history + path[: node + 1], params)
+            torch.testing.assert_close(probabilities[0, node], expected, rtol=1e-4, atol=1e-6)
+            assert torch.equal(probabilities[0, node] == 0, expected == 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "logprobs", "variant"),
+    [
+        (SamplingParams(), False, "greedy"),
+        (SamplingParams(0.0, top_k=3, top_p=0.5, min_p=0.1), False, "greedy"),
+        (SamplingParams(), True, "sampled"),
+        (SamplingParams(0.5), False, "sampled"),
+        (SamplingParams(repetition_penalty=1.1), False, "top_k"),
+        (SamplingParams(0.5, min_p=0.1), False, "top_k"),
+        (SamplingParams(0.5, top_k=256, top_p=0.9), False, "top_k"),
+        (SamplingParams(0.5, top_k=257), False, "filtered"),
+        (SamplingParams(0.5, top_p=0.9), False, "filtered"),
+    ],
+    ids=str,
+)
+def test_a_request_takes_the_simplest_step_that_serves_it(params: SamplingParams, logprobs: bool, variant: str) -> None:
+    assert variant_for(params, logprobs) == variant
+
+
+def test_rows_of_every_kind_share_a_step_with_a_short_list() -> None:
+    vocab, each = 300, [PARAMS[0], PARAMS[2], SamplingParams(0.9, 200, 0.9), PARAMS[5], PARAMS[6], SamplingParams()]
+    sampler = Sampler(len(each), vocab, torch.device("cpu"))
+    for row, params in enumerate(each):
+        sampler.join(row, params, [3, 4])
+    logits, rows = torch.randn(len(each), 1, vocab), torch.arange(len(each))
+    weights, likeliest = sampler.weights(logits, logits.argmax(2), rows, ranks=256)
+    probabilities = sampler.probabilities(weights, likeliest, rows)[:, 0]
+    for row, params in enumerate(each[:-1]):
+        torch.testing.assert_close(probabilities[row], processed(logits[row, 0], [3, 4], params), rtol=1e-4, atol=1e-7)
+    assert probabilities[-1].nonzero().tolist() == [[int(logits[-1].argmax())]]
 
 
 def test_a_token_in_two_branches_counts_for_its_own_branch_only() -> None:
@@ -98,7 +135,7 @@ def test_a_token_in_two_branches_counts_for_its_own_branch_only() -> None:
     sampler = Sampler(1, 10, torch.device("cpu"))
     sampler.join(0, params, [1])
     logits = torch.randn(1, 4, 10)
-    weights, _ = sampler.weights(logits, logits.argmax(2), torch.tensor([0]), full=True, tokens=tokens, sees=sees[None])
+    weights, _ = sampler.weights(logits, logits.argmax(2), torch.tensor([0]), ranks=10, tokens=tokens, sees=sees[None])
     for node, history in enumerate(([1, 2], [1, 2, 5], [1, 2, 6], [1, 2, 6, 5])):
         torch.testing.assert_close(weights[0, node], processed(logits[0, node], history, params))
 
@@ -107,11 +144,11 @@ def test_a_tiny_temperature_takes_the_likeliest_and_stays_finite() -> None:
     sampler = Sampler(1, 6, torch.device("cpu"))
     sampler.join(0, SamplingParams(1e-20, top_p=0.5), [0])
     logits = torch.randn(1, 4, 6)
-    weights, _ = sampler.weights(logits, logits.argmax(2), torch.tensor([0]), full=True)
+    weights, _ = sampler.weights(logits, logits.argmax(2), torch.tensor([0]), ranks=6)
     assert torch.equal(weights, torch.nn.functional.one_hot(logits.argmax(2), 6).float())
 
 
-@pytest.mark.parametrize("params", [WARM, FILTERED], ids=["temperature", "filters"])
+@pytest.mark.parametrize("params", [WARM, FILTERED, NUCLEUS], ids=["temperature", "filters", "nucleus"])
 @pytest.mark.parametrize("draft", ["shadow", "untrained"])
 def test_a_seed_gives_one_answer_with_any_draft_and_in_any_batch(
     world: dict[str, Any], draft: str, params: SamplingParams
@@ -263,15 +300,15 @@ def test_the_sampling_step_compiles_whole_and_gives_the_same_answers(world: dict
     expected = engine(world, None).generate(PROMPTS[:2], max_new_tokens=6, sampling=FILTERED)
     run = engine(world, "shadow", SpecConfig(2, 2, 4), mode="direct", max_requests=2)
     # Traced and guarded as for inductor, without its minutes of C++.
-    run.rounds.build("filtered").compiler = "eager"
+    run.rounds.build("top_k").compiler = "eager"
     requests = run.generate(PROMPTS[:2], max_new_tokens=6, sampling=FILTERED)
     assert [r.tokens for r in requests] == [r.tokens for r in expected]
-    report = run.explain()["round_filtered"]
+    report = run.explain()["round_top_k"]
     assert (report.compiled_graphs, report.recompiles) == (2, [])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", [WARM, FILTERED], ids=["temperature", "filters"])
+@pytest.mark.parametrize("params", [WARM, FILTERED, NUCLEUS], ids=["temperature", "filters", "nucleus"])
 def test_sampling_rounds_are_captured_and_give_the_answers_of_eager_rounds(params: SamplingParams) -> None:
     target = target_of(small_llama()).cuda()
     runs = [
@@ -282,8 +319,8 @@ def test_sampling_rounds_are_captured_and_give_the_answers_of_eager_rounds(param
     ]
     graphs, eager = (run.generate(PROMPTS, max_new_tokens=COUNT, sampling=params, logprobs=True) for run in runs)
     assert [r.tokens for r in graphs] == [r.tokens for r in eager]
-    reports = runs[0].warm_up(sampling=[SamplingParams(), WARM, FILTERED])
-    assert set(reports) == {"round", "round_sampled", "round_filtered"}
+    reports = runs[0].warm_up(sampling=[SamplingParams(), WARM, FILTERED, NUCLEUS])
+    assert set(reports) == {"round", "round_sampled", "round_top_k", "round_filtered"}
     assert all(report.captured for report in reports.values())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import types
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from specops.cli import main
+from specops.cli import _parser, main
 from specops.cli.jsonl import AnswerFile, BadLine, parse_line
 from specops.spec import Engine
 from tests.tiny_models import TinyModels, save_tiny_models
@@ -397,3 +398,15 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         main([command, "--help"])
     assert end.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+def test_the_guide_names_every_option_of_a_run() -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"--[a-z][a-z-]+", guide))
+    parser = _parser()
+    commands = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
+    known = {name: set(command._option_string_actions) for name, command in commands.items()}
+    for command in ("generate", "bench", "demo", "trace"):
+        assert {option for option in known[command] if option.startswith("--")} - {"--help"} <= named
+    assert named - set.union(*known.values()) == {"--family"}, "an option of the kit's own"
+    assert set(re.findall(r"^\| `specops (\w+)`", guide, re.MULTILINE)) == set(commands)

@@ -1,8 +1,11 @@
-"""Shape of one EAGLE round: how deep and wide to draft, and how many nodes to verify."""
+"""Shape of one EAGLE round: how deep and wide to draft, how many nodes to verify, and how long a context may be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,30 @@ class SpecConfig:
     def max_accept_len(self) -> int:
         """Most tokens one round can emit, bonus included."""
         return min(self.num_steps + 1, self.width)
+
+
+def context_length(target: Any, draft: Any, asked: int | None) -> int:
+    """The context length both models can serve.
+
+    Raises:
+        ValueError: naming both numbers, when the request or the draft's limit does not fit.
+    """
+    limit = target.config.max_position_embeddings
+    context = asked if asked is not None else min(limit, DEFAULT_CONTEXT)
+    if context < 2:
+        raise ValueError(f"max_context must be >= 2, got {context}")
+    if context > limit:
+        raise ValueError(f"max_context {context} is beyond the target's {limit} positions")
+    if draft is None:
+        return context
+    if draft.config.target_hidden_size != target.config.hidden_size:
+        raise ValueError(
+            f"the draft was made for hidden states of {draft.config.target_hidden_size}, the target's have "
+            f"{target.config.hidden_size}; use a head that was trained for this target"
+        )
+    if context > draft.config.max_position_embeddings:
+        raise ValueError(
+            f"max_context {context} is beyond the draft's {draft.config.max_position_embeddings} positions "
+            f"(the target has {limit}); pass max_context={draft.config.max_position_embeddings} or less"
+        )
+    return context

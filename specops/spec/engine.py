@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -26,39 +26,17 @@ from specops.compile.report import RunnerReport
 from specops.compile.step_runner import Mode, Progress, StepRunner
 from specops.kv_cache import PageAllocator, PageTable
 from specops.models.packed_linear import pack_linears
-from specops.spec.config import SpecConfig
-from specops.spec.prefill import Choose, prefill
+from specops.spec.config import SpecConfig, context_length
+from specops.spec.prefill import Choose, Forwards, prefill
 from specops.spec.request import Request
 from specops.spec.round import RoundState
 from specops.spec.runners import VARIANTS, RoundRunners, Variant, variant_for
 from specops.spec.sampling import SamplingParams
+from specops.spec.stats import EngineStats
 from specops.spec.text import TextStream
 from specops.spec.verify import choose_next
 
-DEFAULT_CONTEXT = 2048
 OnTokens = Callable[[Request, list[int]], None]
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was made.
-
-    Attributes:
-        rounds: rounds of every request, summed: a batch of 3 adds 3.
-        emitted: tokens those rounds accepted, bonus tokens included, before stopping cut them.
-        steps: batches run.
-        seconds: host time by phase. With ``split=True`` the device is waited for, so that it is the phase's own.
-    """
-
-    rounds: int = 0
-    emitted: int = 0
-    steps: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def accepted_per_round(self) -> float:
-        """Tokens a round emits on average, the bonus token included."""
-        return self.emitted / self.rounds if self.rounds else 0.0
 
 
 class Engine:
@@ -112,8 +90,7 @@ class Engine:
         self.config = config or SpecConfig()
         self.page_size = page_size
         self.max_requests = max_requests
-        self.max_context = _context(target, draft, max_context)
-        self.prefill_tokens = prefill_tokens
+        self.max_context = context_length(target, draft, max_context)
         self.split = split or self.config.draft_extend == "v1"
         self.stats = EngineStats()
         self.tokenizer = tokenizer
@@ -131,6 +108,14 @@ class Engine:
             for model in (self.target, self.draft):
                 if model is not None:
                     pack_linears(model)
+        self._forwards = Forwards(
+            self.target,
+            self.draft,
+            page_size,
+            chunk_tokens=prefill_tokens,
+            aux_layers=draft.config.aux_layers if draft is not None else (),  # type: ignore[arg-type, union-attr]
+            compiled=self.mode != "eager" and self.device.type == "cuda",
+        )
         self._waiting: deque[Request] = deque()
         self._active: dict[int, Request] = {}
         self._rows: tuple[list[int], Tensor] | None = None
@@ -284,6 +269,7 @@ class Engine:
                 of its own. What is left out is captured when a request first needs it.
             logprobs: whether requests will ask for log-probabilities.
         """
+        self._forwards.warm_up(self.pages.max_pages, self.max_requests)
         self.rounds.warm_up({variant_for(params, logprobs) for params in sampling}, progress)
         return self.explain()
 
@@ -371,8 +357,7 @@ class Engine:
             prompts,
             table,
             self.page_size,
-            self.prefill_tokens,
-            self.rounds.aux_layers,
+            self._forwards,
             self._first_choice(joined, index),
         )
         lens = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=self.device)
@@ -457,33 +442,6 @@ class Engine:
         if phase:
             self.stats.seconds[phase] = self.stats.seconds.get(phase, 0.0) + now - started
         return now
-
-
-def _context(target: Any, draft: Any, asked: int | None) -> int:
-    """The context length both models can serve.
-
-    Raises:
-        ValueError: naming both numbers, when the request or the draft's limit does not fit.
-    """
-    limit = target.config.max_position_embeddings
-    context = asked if asked is not None else min(limit, DEFAULT_CONTEXT)
-    if context < 2:
-        raise ValueError(f"max_context must be >= 2, got {context}")
-    if context > limit:
-        raise ValueError(f"max_context {context} is beyond the target's {limit} positions")
-    if draft is None:
-        return context
-    if draft.config.target_hidden_size != target.config.hidden_size:
-        raise ValueError(
-            f"the draft was made for hidden states of {draft.config.target_hidden_size}, the target's have "
-            f"{target.config.hidden_size}; use a head that was trained for this target"
-        )
-    if context > draft.config.max_position_embeddings:
-        raise ValueError(
-            f"max_context {context} is beyond the draft's {draft.config.max_position_embeddings} positions "
-            f"(the target has {limit}); pass max_context={draft.config.max_position_embeddings} or less"
-        )
-    return context
 
 
 def _cut(rows: list[list[Any]], lens: list[int]) -> list[list[Any]]:

@@ -2,7 +2,8 @@
 
 Target and draft share page tables, so a token's place is the same in both. The draft reads pairs: at place ``i`` the
 target's hidden state of token ``i`` with the embedding of token ``i + 1``; the last pair uses the token the target just
-chose. Runs without graphs: the number of rows changes every time.
+chose. Runs without graphs, since the number of rows changes every time; on a GPU the two forwards are compiled once for
+any number of rows (:class:`Forwards`), which is what time to the first token depends on.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from specops.compile.step_runner import own_code
 from specops.layout import QueryLayout
-from specops.metadata import AttentionMetadata, attention_metadata
+from specops.metadata import attention_metadata
 from specops.spec.verify import choose_next, run_target
 
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -39,6 +41,123 @@ class PrefillOutput:
     hidden_states: Tensor | None
 
 
+class TargetRows(nn.Module):
+    """The target over packed rows; rows behind the last request are filler that writes nothing."""
+
+    def __init__(self, target: nn.Module, page_size: int, max_query_len: int, aux_layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.target, self.page_size, self.max_query_len, self.aux_layers = target, page_size, max_query_len, aux_layers
+
+    def forward(
+        self, input_ids: Tensor, query_start: Tensor, seq_lens: Tensor, page_table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``[T]`` ids to ``[T, H]`` hidden states for the LM head, and what the draft gets."""
+        layout = QueryLayout.packed(query_start, self.max_query_len)
+        meta = attention_metadata(page_table, seq_lens, layout, self.page_size, num_tokens=input_ids.shape[0])
+        return run_target(self.target, input_ids, meta, self.aux_layers)
+
+
+class DraftRows(nn.Module):
+    """The draft over packed rows and the target's hidden states ``[T, H]``; fills its cache."""
+
+    def __init__(self, draft: nn.Module, page_size: int, max_query_len: int) -> None:
+        super().__init__()
+        self.draft, self.page_size, self.max_query_len = draft, page_size, max_query_len
+
+    def forward(
+        self, input_ids: Tensor, hidden_states: Tensor, query_start: Tensor, seq_lens: Tensor, page_table: Tensor
+    ) -> tuple[Tensor]:
+        layout = QueryLayout.packed(query_start, self.max_query_len)
+        meta = attention_metadata(page_table, seq_lens, layout, self.page_size, num_tokens=input_ids.shape[0])
+        return (self.draft(input_ids, hidden_states, meta),)
+
+
+class Forwards:
+    """Prefill's two forwards.
+
+    Args:
+        target, draft: the models; caches allocated.
+        page_size: tokens per page.
+        chunk_tokens: most rows of one forward; bounds activation memory, not the prompt's length.
+        aux_layers: the target's residual streams the draft reads, if not its last hidden state.
+        compiled: compile both with a dynamic number of rows; one request, which torch specialises, and several make two
+            graphs.
+    """
+
+    # Row counts are padded to a multiple of this, so that kernels specialised on divisibility are compiled once.
+    ROWS = 16
+
+    def __init__(
+        self,
+        target: nn.Module,
+        draft: nn.Module | None,
+        page_size: int,
+        *,
+        chunk_tokens: int = 2048,
+        aux_layers: tuple[int, ...] = (),
+        compiled: bool = False,
+    ) -> None:
+        chunk_tokens = -(-chunk_tokens // self.ROWS) * self.ROWS if compiled else chunk_tokens
+        self.chunk_tokens, self.compiled = chunk_tokens, compiled
+        steps = [TargetRows(target, page_size, chunk_tokens, aux_layers)]
+        if draft is not None:
+            steps.append(DraftRows(draft, page_size, chunk_tokens))
+        self._steps = [torch.compile(own_code(step), fullgraph=True) if compiled else step for step in steps]
+        self._device = next(target.parameters()).device
+        self._hidden_width = None if draft is None else draft.config.hidden_width  # type: ignore[union-attr]
+        self._dtype = next(target.parameters()).dtype
+
+    def target(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        hidden, handed_on = self._steps[0](**self._marked(rows))
+        return hidden, handed_on
+
+    def draft(self, rows: Rows, hidden_states: Tensor) -> None:
+        missing = rows.input_ids.shape[0] - hidden_states.shape[0]
+        if missing:
+            hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, missing))
+        if self.compiled:
+            torch._dynamo.mark_dynamic(hidden_states, 0)
+        self._steps[1](hidden_states=hidden_states, **self._marked(rows))
+
+    @torch.no_grad()
+    def warm_up(self, max_pages: int, max_requests: int) -> None:
+        """Compile for one request and, if there may be more, for several, on rows that write no page."""
+        if not self.compiled:
+            return
+        for requests in (1, 2)[: min(max_requests, 2)]:
+            ends = torch.zeros(requests, dtype=torch.int32, device=self._device)
+            starts = torch.arange(requests + 1, dtype=torch.int32, device=self._device)
+            table = torch.zeros((requests, max_pages), dtype=torch.int32, device=self._device)
+            rows = Rows(torch.zeros(2 * self.ROWS, dtype=torch.int64, device=self._device), starts, ends, table)
+            self.target(rows)
+            if self._hidden_width is not None:
+                self.draft(rows, torch.zeros((2 * self.ROWS, self._hidden_width), dtype=self._dtype, device=self._device))
+
+    def _marked(self, rows: Rows) -> dict[str, Tensor]:
+        if self.compiled:
+            torch._dynamo.mark_dynamic(rows.input_ids, 0)
+            torch._dynamo.mark_static(rows.page_table, 1)
+            if rows.seq_lens.shape[0] > 1:
+                for tensor in (rows.query_start, rows.seq_lens, rows.page_table):
+                    torch._dynamo.mark_dynamic(tensor, 0)
+        return {
+            "input_ids": rows.input_ids,
+            "query_start": rows.query_start,
+            "seq_lens": rows.seq_lens,
+            "page_table": rows.page_table,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Packed rows of one forward, as tensors."""
+
+    input_ids: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+
+
 @torch.no_grad()
 def prefill(
     target: nn.Module,
@@ -46,8 +165,7 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     page_table: Tensor,
     page_size: int,
-    chunk_tokens: int = 2048,
-    aux_layers: tuple[int, ...] = (),
+    forwards: Forwards,
     choose: Choose = choose_next,
 ) -> PrefillOutput:
     """Run prompts through the target and, shifted by one, through the draft.
@@ -58,8 +176,7 @@ def prefill(
         prompts: ``B`` token id lists, none empty.
         page_table: ``[B, max_pages]`` int32 with pages for every prompt reserved.
         page_size: tokens per page.
-        chunk_tokens: most rows of one forward; bounds activation memory, not the prompt's length.
-        aux_layers: the target's residual streams the draft reads, if not its last hidden state.
+        forwards: of the same models.
         choose: called with the target's logits after the prompts ``[B, V]`` and their lengths ``[B]`` int32; returns
             tokens, margins and, perhaps, log-probabilities. The argmax when not given.
     """
@@ -67,9 +184,8 @@ def prefill(
     last: dict[int, tuple[Tensor, Tensor]] = {}
     done = [0] * len(prompts)
     while any(start < len(prompt) for start, prompt in zip(done, prompts, strict=True)):
-        part = _next_chunk(prompts, done, chunk_tokens)
-        meta, ids = _packed(prompts, part, page_table, page_size, device)
-        hidden, handed_on = run_target(target, ids, meta, aux_layers)
+        part = _next_chunk(prompts, done, forwards.chunk_tokens)
+        hidden, handed_on = forwards.target(_packed(prompts, part, page_table, forwards))
         offset = 0
         ready_part: dict[int, tuple[int, int]] = {}
         rows: dict[int, Tensor] = {}
@@ -82,7 +198,7 @@ def prefill(
             done[request] = end
             last[request] = (hidden[offset - 1], handed_on[offset - 1])
         if draft is not None:
-            _draft_rows(draft, [prompt[1:] for prompt in prompts], ready_part, rows, page_table, page_size)
+            _draft_rows([prompt[1:] for prompt in prompts], ready_part, rows, page_table, forwards)
     order = range(len(prompts))
     lens = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32, device=device)
     logits = target.compute_logits(torch.stack([last[request][0] for request in order]))  # type: ignore[operator]
@@ -108,32 +224,31 @@ def _next_chunk(prompts: Sequence[Sequence[int]], done: Sequence[int], limit: in
 
 
 def _packed(
-    tokens: Sequence[Sequence[int]],
-    part: dict[int, tuple[int, int]],
-    page_table: Tensor,
-    page_size: int,
-    device: torch.device,
-) -> tuple[AttentionMetadata, Tensor]:
-    """Metadata and ids of the rows ``part`` names."""
+    tokens: Sequence[Sequence[int]], part: dict[int, tuple[int, int]], page_table: Tensor, forwards: Forwards
+) -> Rows:
+    """The rows that ``part`` names, padded for compiled forwards."""
+    device = page_table.device
     widths = [end - start for start, end in part.values()]
-    starts = torch.tensor([0, *widths], dtype=torch.int32).cumsum(0).to(torch.int32).to(device)
-    ends = torch.tensor([end for _, end in part.values()], dtype=torch.int32, device=device)
     ids = [token for request, (start, end) in part.items() for token in tokens[request][start:end]]
-    table = page_table[torch.tensor(list(part), device=device)]
-    meta = attention_metadata(table, ends, QueryLayout.packed(starts, max(widths)), page_size, num_tokens=len(ids))
-    return meta, torch.tensor(ids, dtype=torch.int64, device=device)
+    if forwards.compiled:
+        ids += [0] * (-len(ids) % forwards.ROWS)
+    return Rows(
+        torch.tensor(ids, dtype=torch.int64, device=device),
+        torch.tensor([0, *widths]).cumsum(0).to(torch.int32).to(device),
+        torch.tensor([end for _, end in part.values()], dtype=torch.int32, device=device),
+        page_table[torch.tensor(list(part), device=device)],
+    )
 
 
 def _draft_rows(
-    draft: nn.Module,
     shifted: Sequence[Sequence[int]],
     part: dict[int, tuple[int, int]],
     rows: dict[int, Tensor],
     page_table: Tensor,
-    page_size: int,
+    forwards: Forwards,
 ) -> None:
     """Fill the draft's cache for the places of ``part``; nothing to return, since no row of it is a prompt's last."""
     part = {request: places for request, places in part.items() if places[1] > places[0]}
     if part:
-        meta, ids = _packed(shifted, part, page_table, page_size, page_table.device)
-        draft(ids, torch.cat([rows[request] for request in part]), meta)
+        hidden = torch.cat([rows[request] for request in part])
+        forwards.draft(_packed(shifted, part, page_table, forwards), hidden)

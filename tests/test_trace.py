@@ -14,7 +14,8 @@ import torch
 
 from specops.api import Models
 from specops.spec import Engine, SamplingParams, SpecConfig
-from specops.trace import RoundTrace, to_html, to_svg, trace_round
+from specops.trace import RoundTrace, trace_round
+from specops.trace_drawing import to_html, to_svg
 from tests.spec.toys import Shadow, small_llama, target_of
 
 PROMPT = [1, 2, 3, 4, 5]

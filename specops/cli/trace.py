@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from specops import trace
+    from specops import trace, trace_drawing
 
     path, shape = Path(args.out), common.config(args)
     if path.suffix.lower() not in (".html", ".svg"):
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         max_context=args.max_context,
         title=f"{args.model} with {args.draft}: {shape.num_steps} steps, topk {shape.topk}, {shape.width} nodes",
     )
-    draw = trace.to_svg if path.suffix.lower() == ".svg" else trace.to_html
+    draw = trace_drawing.to_svg if path.suffix.lower() == ".svg" else trace_drawing.to_html
     path.write_text(draw(found), encoding="utf-8")
     say(f"the drawing is in {path}")
     if args.json:

@@ -60,37 +60,35 @@ class IndexBufferOf64Keys(PlainAttention):
 @mutant("F08")
 class TileSizedByTheFirstCall(PlainAttention):
     def __init__(self) -> None:
-        self.tiles: dict[int, int] = {}
+        self.tiles: dict[int, tuple[Tensor, int]] = {}
 
     def drops(self, row: int, rows: int, layout: QueryLayout) -> bool:
         if layout.is_uniform:
             return False
         assert layout.query_start is not None
-        widest = int(layout.query_start.diff().max())
-        return row >= self.tiles.setdefault(layout.query_start.data_ptr(), widest)
+        starts = layout.query_start
+        return row >= self.tiles.setdefault(starts.data_ptr(), (starts, int(starts.diff().max())))[1]
 
 
 @mutant("F25")
 class LengthsKeptFromTheFirstCall(PlainAttention):
     def __init__(self) -> None:
-        self.known: dict[int, list[int]] = {}
+        self.known: dict[int, tuple[Tensor, list[int]]] = {}
 
     def lengths(self, seq_lens: Tensor) -> list[int]:
-        if seq_lens.data_ptr() not in self.known:
-            self.known = {seq_lens.data_ptr(): seq_lens.tolist()}
-        return self.known[seq_lens.data_ptr()]
+        # The tensor is kept too, so that no other one gets its address.
+        return self.known.setdefault(seq_lens.data_ptr(), (seq_lens, seq_lens.tolist()))[1]
 
 
 @mutant("F25 F26")
 class PagesKeptFromTheFirstCall(PlainAttention):
     def __init__(self) -> None:
-        self.tables: dict[tuple[Any, ...], Tensor] = {}
+        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def slot(self, page_table: Tensor, request: int, place: int) -> tuple[int, int]:
-        key = (page_table.data_ptr(), page_table.shape)
-        if key not in self.tables:
-            self.tables = {key: page_table.clone()}
-        return super().slot(self.tables[key], request, place)
+        if page_table.data_ptr() not in self.tables:
+            self.tables[page_table.data_ptr()] = page_table, page_table.clone()
+        return super().slot(self.tables[page_table.data_ptr()][1], request, place)
 
 
 @mutant("F09")

@@ -175,7 +175,7 @@ class CapableBackendLeftOffAList(CompiledHandRunner):
 
 
 @mutant("S4")
-class SoftmaxAndTopkInTheGraph(HandRunner):
+class SoftmaxAndTopkInTheGraph(CompiledHandRunner):
     def step(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits, hidden = super().step(rows)
         logits.softmax(dim=-1).topk(2, dim=-1)

@@ -151,8 +151,9 @@ def test_f41_a_window_layer_and_a_full_layer_in_one_model() -> None:
     target = target_of(judge)
     windows = {layer.attn.window for layer in target.layers}
     assert windows == {None, 6}
+    shadow = Shadow(target)
     for config in (SpecConfig(3), SpecConfig(3, 2, 6)):
-        engine = Engine(target, Shadow(target), config, max_requests=3, max_context=64, page_size=4)
+        engine = Engine(target, shadow, config, max_requests=3, max_context=64, page_size=4)
         requests = engine.generate(PROMPTS, max_new_tokens=14)
         assert [r.tokens for r in requests] == [greedy(judge, prompt, 14) for prompt in PROMPTS]
 

@@ -284,11 +284,13 @@ def test_f47_everything_traces_without_data_at_a_dynamic_batch() -> None:
         return ops.mha(q, cache.k, cache.v, table, lens, layout=meta.layout)
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
-    for batch in (2, 5, 3):
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for batch in (5, 2, 3):
         lens = torch.full((batch,), 7, dtype=torch.int32)
         table = torch.arange(1, 7 * batch + 1, dtype=torch.int32).view(batch, 7)
         q, kv = torch.randn(3 * batch, 4, 16), torch.randn(3 * batch, 2, 16)
+        for tensor in (q, kv, table, lens):
+            torch._dynamo.mark_dynamic(tensor, 0)
         assert compiled(q, kv, table, lens).shape == (3 * batch, 4, 16)
     assert len(seen) == 1
 

@@ -48,9 +48,7 @@ class TargetRows(nn.Module):
         super().__init__()
         self.target, self.page_size, self.max_query_len, self.aux_layers = target, page_size, max_query_len, aux_layers
 
-    def forward(
-        self, input_ids: Tensor, query_start: Tensor, seq_lens: Tensor, page_table: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, input_ids: Tensor, query_start: Tensor, seq_lens: Tensor, page_table: Tensor) -> tuple[Tensor, Tensor]:
         """``[T]`` ids to ``[T, H]`` hidden states for the LM head, and what the draft gets."""
         layout = QueryLayout.packed(query_start, self.max_query_len)
         meta = attention_metadata(page_table, seq_lens, layout, self.page_size, num_tokens=input_ids.shape[0])
@@ -99,12 +97,12 @@ class Forwards:
     ) -> None:
         chunk_tokens = -(-chunk_tokens // self.ROWS) * self.ROWS if compiled else chunk_tokens
         self.chunk_tokens, self.compiled = chunk_tokens, compiled
-        steps = [TargetRows(target, page_size, chunk_tokens, aux_layers)]
+        steps: list[nn.Module] = [TargetRows(target, page_size, chunk_tokens, aux_layers)]
         if draft is not None:
             steps.append(DraftRows(draft, page_size, chunk_tokens))
         self._steps = [torch.compile(own_code(step), fullgraph=True) if compiled else step for step in steps]
         self._device = next(target.parameters()).device
-        self._hidden_width = None if draft is None else draft.config.hidden_width  # type: ignore[union-attr]
+        self._hidden_width: int | None = None if draft is None else draft.config.hidden_width  # type: ignore[union-attr, assignment]
         self._dtype = next(target.parameters()).dtype
 
     def target(self, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from specops.api import Models, load_models
 from specops.bench import device_name, histogram, phase_seconds
+from specops.divergence import first_divergence, rounding_noise
 from specops.spec import Engine, EngineStats, Request, SpecConfig
 from specops.spec.text import TextStream
 
-__all__ = ["PROMPTS", "Models", "first_divergence", "load_models", "run_demo"]
+__all__ = ["PROMPTS", "Models", "load_models", "run_demo"]
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -29,20 +31,23 @@ Say = Callable[[str], None]
 OnText = Callable[[str], None]
 
 
-def first_divergence(ours: Sequence[Request], plain: Sequence[Request]) -> dict[str, Any] | None:
-    """Where two runs first emit different tokens, with the gap between the two best logits there; None if nowhere.
+def divergence_report(
+    target: Any, ids: Sequence[Sequence[int]], ours: Sequence[Request], plain: Sequence[Request], rows: int
+) -> dict[str, Any] | None:
+    """Where two runs first emit different tokens, and whether rounding explains it; None if nowhere.
 
-    A gap below the rounding noise of the dtype means that both tokens were equally likely to the target: a one-row and a
-    many-row matrix product round differently, and the tie falls the other way.
+    ``noise_bound`` is twice the largest difference between the target's logits computed one row and ``rows`` rows at a
+    time over the plain answer; a gap within it is a tie that fell the other way, one above it is a ``fault``.
     """
-    for index, (a, b) in enumerate(zip(ours, plain, strict=True)):
-        if a.tokens == b.tokens:
-            continue
-        shared = min(len(a.tokens), len(b.tokens))
-        position = next((i for i in range(shared) if a.tokens[i] != b.tokens[i]), shared)
-        gaps = [run.margins[position] for run in (a, b) if position < len(run.margins)]
-        return {"prompt": index, "position": position, "top2_gap": min(gaps) if gaps else None}
-    return None
+    found = first_divergence(ours, plain)
+    if found is None:
+        return None
+    bound = None
+    tokens = [*ids[found.prompt], *plain[found.prompt].tokens]
+    if len(tokens) >= len(ids[found.prompt]) + rows:
+        bound = 2 * rounding_noise(target, tokens, rows, start=len(ids[found.prompt]))
+    fault = bound is None or found.top2_gap is None or found.top2_gap > bound
+    return {**asdict(found), "noise_bound": bound, "fault": fault}
 
 
 def run_demo(
@@ -110,7 +115,7 @@ def run_demo(
         stream.end()
     (ours, seconds, engine), (plain, plain_seconds, plain_engine) = runs["eagle"], runs["plain"]
     tokens, plain_tokens = sum(len(r.tokens) for r in ours), sum(len(r.tokens) for r in plain)
-    divergence = first_divergence(ours, plain)
+    divergence = divergence_report(models.target, ids, ours, plain, engine.config.width)
     seconds_by_phase = {name: round(value, 3) for name, value in engine.stats.seconds.items()}
     if phases:
         say("running once more with the phases of a round apart")

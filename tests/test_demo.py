@@ -14,7 +14,7 @@ import pytest
 
 from specops.api import Models
 from specops.bench import histogram, run_bench
-from specops.demo import first_divergence, run_demo
+from specops.demo import divergence_report, run_demo
 from specops.plotting import plot_figures
 from specops.spec import Request, SpecConfig
 from tests.spec.test_text import Pieces
@@ -41,12 +41,26 @@ def request(tokens: list[int], margins: list[float]) -> Request:
     return made
 
 
-def test_first_divergence_names_the_prompt_the_place_and_the_smaller_gap() -> None:
-    same = request([4, 5], [1.0, 2.0])
-    assert first_divergence([same], [same]) is None
-    found = first_divergence([same, request([4, 6, 7], [1.0, 0.25, 3.0])], [same, request([4, 8, 7], [1.0, 0.5, 3.0])])
-    assert found == {"prompt": 1, "position": 1, "top2_gap": 0.25}
-    assert first_divergence([same], [request([4], [1.0])]) == {"prompt": 0, "position": 1, "top2_gap": 2.0}
+def test_a_gap_within_rounding_is_a_tie_and_one_above_it_a_fault(world: dict[str, Any]) -> None:
+    target, prompt = world["models"].target, [1, 2, 3]
+    answer = greedy(world["judge"], prompt, 12)
+    wrong = [*answer[:4], (answer[4] + 1) % 64, *answer[5:]]
+    plain = request(answer, [1.0] * 12)
+
+    def report(gap: float) -> dict[str, Any] | None:
+        return divergence_report(target, [prompt], [request(wrong, [gap] * 12)], [plain], 4)
+
+    assert divergence_report(target, [prompt], [plain], [plain], 4) is None
+    fault, tie = report(0.5), report(0.0)
+    assert fault is not None
+    assert tie is not None
+    assert (fault["prompt"], fault["position"], fault["top2_gap"], fault["fault"]) == (0, 4, 0.5, True)
+    assert 0 < fault["noise_bound"] < 1e-2
+    assert tie["fault"] is False
+    short = divergence_report(target, [prompt], [request([5], [0.0])], [request([6], [0.0])], 4)
+    assert short is not None
+    assert short["noise_bound"] is None
+    assert short["fault"] is True
 
 
 def test_the_demo_shows_the_first_answer_as_it_grows_and_counts_right(world: dict[str, Any]) -> None:

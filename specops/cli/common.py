@@ -20,8 +20,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="smollm2-135m",
         help="directory of a draft head, or one that comes with specops (default: %(default)s)",
     )
-    parser.add_argument("--num-steps", type=int, default=None, help="levels of the draft tree (default: 3)")
-    parser.add_argument("--topk", type=int, default=1, help="branches per node; 1 drafts a chain (default: %(default)s)")
+    parser.add_argument(
+        "--num-steps", type=int, default=None, help="levels of the draft tree (default: 3 on a CPU, 4 on a GPU)"
+    )
+    parser.add_argument(
+        "--topk", type=int, default=None, help="branches per node; 1 drafts a chain (default: 1 on a CPU, 4 on a GPU)"
+    )
     parser.add_argument("--num-draft-tokens", type=int, default=None, help="nodes verified per request, root included")
     parser.add_argument("--device", default=None, help="cuda or cpu (default: a GPU where there is one)")
     parser.add_argument("--dtype", default=None, help="float32 or bfloat16 (default: float32 on CPU, bfloat16 on GPU)")
@@ -59,10 +63,21 @@ def add_plot_argument(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def config(args: argparse.Namespace) -> Any:
-    """The round's shape as asked for."""
+    """The round's shape as asked for; else the one that measured fastest: a chain on a CPU, a tree on a GPU.
+
+    A GPU verifies 16 nodes in the time of a few (H200, SmolLM2-135M, batch 1: 937 tokens/s as a chain of 3, 1096 as this
+    tree); a CPU pays for every row.
+    """
+    import torch
+
     from specops.spec import SpecConfig
 
-    return SpecConfig(3 if args.num_steps is None else args.num_steps, args.topk, args.num_draft_tokens)
+    if args.num_steps is None and args.topk is None and args.num_draft_tokens is None:
+        gpu = torch.cuda.is_available() if args.device is None else torch.device(args.device).type == "cuda"
+        return SpecConfig(4, 4, 16) if gpu else SpecConfig(3)
+    return SpecConfig(
+        3 if args.num_steps is None else args.num_steps, 1 if args.topk is None else args.topk, args.num_draft_tokens
+    )
 
 
 def load_models(args: argparse.Namespace, say: Say, *, plain: bool = False) -> Any:

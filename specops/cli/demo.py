@@ -50,9 +50,11 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
     divergence = figures["first_divergence"]
     same = "identical"
     if divergence is not None:
+        gap, bound = divergence["top2_gap"], divergence["noise_bound"]
         same = (
-            f"first differs in prompt {divergence['prompt'] + 1} at token {divergence['position'] + 1}, "
-            f"gap between the two best logits {divergence['top2_gap']:.4g}"
+            f"first differs in prompt {divergence['prompt'] + 1} at token {divergence['position'] + 1}: gap of the two best "
+            f"logits {'unknown' if gap is None else f'{gap:.4g}'}, rounding bound {'unknown' if bound is None else f'{bound:.4g}'}"
+            f"{', A FAULT' if divergence['fault'] else ', a tie'}"
         )
     graphs = [
         (f"graph of {name}", "captured" if graph["captured"] else f"none: {graph['reason']}")

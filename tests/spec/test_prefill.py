@@ -1,0 +1,45 @@
+"""Prefill compiled for any number of rows: the ids of eager prefill, by two graphs a model.
+
+Here dynamo traces and guards but generates no code; tests/gpu runs inductor's.
+Run alone: pytest tests/spec/test_prefill.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specops.compile.report import compiled_graphs
+from specops.spec import Engine, SpecConfig
+from specops.spec.largest import largest
+from specops.spec.prefill import Forwards
+from tests.spec.toys import greedy, small_llama, target_of, untrained_head
+
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 13, [9, 8], [3] * 30, [11, 12, 13], [5]]
+
+
+def test_compiled_prefill_gives_the_ids_of_transformers_from_two_graphs_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = small_llama()
+    target = target_of(judge)
+    head = untrained_head(target, format="eagle3")
+    engine = Engine(target, head, SpecConfig(3, 2, 6), max_requests=3, max_context=64, page_size=4)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, **options: real(step, backend="eager", **options))
+    before = compiled_graphs()
+    engine._forwards = Forwards(target, head, 4, chunk_tokens=40, aux_layers=head.config.aux_layers, compiled=True)
+    engine._forwards.warm_up(engine.pages.max_pages, 3)
+    assert compiled_graphs() - before == 4
+    requests = engine.generate(PROMPTS, max_new_tokens=15)
+    assert compiled_graphs() - before == 4
+    assert [r.tokens for r in requests] == [greedy(judge, prompt, 15) for prompt in PROMPTS]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 9])
+def test_largest_by_reductions_are_those_of_a_sort(count: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 3000, device="cuda").to(dtype)
+    values, indices = largest(logits, count)
+    assert torch.equal(values, logits.sort(dim=1, descending=True).values[:, :count])
+    assert torch.equal(logits.gather(1, indices), values)
+    assert all(len(set(row)) == count for row in indices.tolist())

@@ -10,6 +10,7 @@ A draft model is any module with ``forward(input_ids [T], hidden_states [T, H], 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specops.batch import DraftExtendBatch, draft_extend_fields
+from specops.compile.plans import MakePlan, attention_plan, planned_backend
 from specops.compile.step_runner import Mode, StepRunner
 from specops.kv_cache import PagedKVCache, PagedLatentCache
 from specops.layout import QueryLayout
@@ -49,11 +51,17 @@ class DraftExtendStep(nn.Module):
         self.rows = rows
 
     def forward(
-        self, input_ids: Tensor, hidden_states: Tensor, seq_lens: Tensor, accept_lens: Tensor, page_table: Tensor
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        seq_lens: Tensor,
+        accept_lens: Tensor,
+        page_table: Tensor,
+        plan: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Fields as in :class:`DraftExtendBatch`; token fields ``[B, n, ...]``."""
+        """Fields as in :class:`DraftExtendBatch`; token fields ``[B, n, ...]``; ``plan`` as of a planned backend."""
         layout = QueryLayout.uniform(self.tokens_per_request)
-        meta = attention_metadata(page_table, seq_lens, layout, self.page_size)
+        meta = attention_metadata(page_table, seq_lens, layout, self.page_size, plan=plan)
         hidden = self.draft(input_ids.reshape(-1), hidden_states.flatten(0, 1), meta)
         if self.rows == "last":
             # Chosen before the LM head, which then works on B rows instead of B * n.
@@ -74,6 +82,7 @@ class DraftExtendRunner:
         hidden_size: width of the target's hidden states; read from ``draft.config.hidden_width`` when not given.
         dtype: dtype of the hidden states; that of the draft's first parameter when not given.
         rows: ``"last"`` returns one row a request, ``"all"`` every row.
+        plan: as for :class:`StepRunner`; when not given, that of the planned backend which the draft's layers name, if any.
         mode, buckets, strict, over_bucket, outputs, pool: as for :class:`StepRunner`.
 
     Raises:
@@ -94,6 +103,7 @@ class DraftExtendRunner:
         rows: Rows = "last",
         mode: Mode = "reduce-overhead",
         buckets: Iterable[int] | None = None,
+        plan: MakePlan | None = None,
         **options: Any,
     ) -> None:
         caches = [cache] if isinstance(cache, nn.Module) else list(cache)
@@ -111,6 +121,10 @@ class DraftExtendRunner:
         dtype = dtype or next(draft.parameters()).dtype
         table = draft_extend_fields(tokens_per_request, hidden_size, max_pages or first.num_pages, dtype)
         step = DraftExtendStep(draft, first.page_size, tokens_per_request, rows)
+        family = "mha" if isinstance(first, PagedKVCache) else "mla"
+        backend = planned_backend(draft, family) if plan is None else None
+        if backend is not None:
+            plan = attention_plan(backend, family, QueryLayout.uniform(tokens_per_request), first.page_size)
         self.runner = StepRunner(
             step,
             table,
@@ -118,6 +132,7 @@ class DraftExtendRunner:
             max_requests=max_requests,
             buckets=buckets,
             mode=mode,
+            plan=plan,
             name="DraftExtendRunner",
             **options,
         )
@@ -133,6 +148,10 @@ class DraftExtendRunner:
     def explain(self) -> Any:
         """A report with one line a bucket; see :meth:`StepRunner.explain`."""
         return self.runner.explain()
+
+    def save_cache(self, path: str | os.PathLike[str]) -> int:
+        """Write the compiled code to a file; see :func:`specops.compile.save_cache`."""
+        return self.runner.save_cache(path)
 
     def __call__(self, batch: DraftExtendBatch) -> DraftExtendOutput:
         """Run one draft-extend. See :meth:`StepRunner.__call__` for what is raised."""

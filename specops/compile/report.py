@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -80,10 +81,8 @@ class RunnerReport:
         lines = [head, "  requests  graph     seconds  memory MiB  replays  reason"]
         for b in self.buckets:
             state = "captured" if b.captured else "none"
-            memory = b.memory_bytes / 2**20
-            lines.append(
-                f"  {b.num_requests:8}  {state:8}  {b.seconds:7.2f}  {memory:10.1f}  {b.replays:7}  {b.reason or ''}".rstrip()
-            )
+            figures = f"{b.seconds:7.2f}  {b.memory_bytes / 2**20:10.1f}  {b.replays:7}"
+            lines.append(f"  {b.num_requests:8}  {state:8}  {figures}  {b.reason or ''}".rstrip())
         lines.extend(f"  recompiled: {cause}" for cause in self.recompiles)
         if self.eager_calls:
             lines.append(f"  {self.eager_calls} calls ran eagerly")
@@ -115,6 +114,23 @@ def compiled_graphs() -> int:
 def skipped_graphs() -> int:
     """How many CUDA graphs inductor has skipped in this process."""
     return int(counters["inductor"]["cudagraph_skips"])
+
+
+def graph_partitions() -> int:
+    """How many pieces for CUDA graphs inductor has made in this process."""
+    return int(counters["inductor"]["cudagraph_partitions"])
+
+
+def cut_graph(before: int) -> str | None:
+    """What to say when the code compiled since then is not one piece; None if it is."""
+    pieces = graph_partitions() - before
+    return f"the step was cut into {pieces} pieces, not all of which are graphs" if pieces > 1 else None
+
+
+def recompile_cause(reason: str, arguments: Sequence[str]) -> str:
+    """Dynamo's words with the step's argument that changed in front, where they name one."""
+    changed = [name for name in arguments if re.search(rf"\[['\"]{re.escape(name)}['\"]\]", reason)]
+    return f"argument {' and '.join(changed)} changed: {reason}" if changed else reason
 
 
 def last_recompile_reason() -> str:

@@ -21,8 +21,8 @@ MAX_FIELDS = 8
 BLOCK = 1024
 
 
-@triton.jit
-def _copy_field(
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_field(  # type: ignore[no-untyped-def]
     source, target, num_rows, bucket, pid, WORDS: tl.constexpr, PAD: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Copy block ``pid`` of one field: ``num_rows * WORDS`` words from the batch, then padding up to the bucket."""
@@ -36,8 +36,8 @@ def _copy_field(
 
 
 # Batch sizes change from call to call: specialising on 1 or on multiples of 16 would compile again.
-@triton.jit(do_not_specialize=["num_rows", "bucket"])
-def _stage(
+@triton.jit(do_not_specialize=["num_rows", "bucket"])  # type: ignore[untyped-decorator]
+def _stage(  # type: ignore[no-untyped-def]
     s0, t0, s1, t1, s2, t2, s3, t3, s4, t4, s5, t5, s6, t6, s7, t7,
     num_rows, bucket,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,

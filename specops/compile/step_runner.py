@@ -17,6 +17,7 @@ On a device without CUDA graphs the first two run the compiled step as it is. A 
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,9 @@ from torch import Tensor, nn
 from specops.batch import FieldTable, unpad
 from specops.compile import report
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
+from specops.compile.cache import save_cache
+from specops.compile.diagnosis import graph_obstacles
+from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.static_tensors import StaticTensors, weak_reference
 
 Mode = Literal["reduce-overhead", "direct", "eager"]
@@ -52,6 +56,8 @@ class StepRunner:
         outputs: ``"copy"`` hands over fresh tensors. ``"view"`` hands over graph memory that the next call of this
             runner, or of one sharing its pool, overwrites.
         pool: CUDA graph memory pool to share with other runners (direct mode).
+        plan: makes the host plan of a batch size (:mod:`specops.compile.plans`), for steps whose backend needs one. The
+            step then takes its handle as the argument ``plan``, and the plan is updated before every run.
         compiler: ``backend`` of ``torch.compile``; ``"eager"`` traces and guards only, to debug or test a step.
         name: how messages call the runner.
 
@@ -72,6 +78,7 @@ class StepRunner:
         over_bucket: Literal["eager", "error"] = "eager",
         outputs: Literal["copy", "view"] = "copy",
         pool: Any = None,
+        plan: MakePlan | None = None,
         compiler: str = "inductor",
         name: str | None = None,
     ) -> None:
@@ -95,6 +102,8 @@ class StepRunner:
         self.outputs = outputs
         self.pool = pool
         self.compiler = compiler
+        self._make_plan = plan
+        self._plans: dict[int, StepPlan] = {}
         self.name = name or type(self).__name__
         self._losses = report.Losses(self.name, strict)
         self._report = report.RunnerReport(self.name, mode, str(self.device), table.tokens_per_request)
@@ -105,6 +114,7 @@ class StepRunner:
         self._views: dict[int, dict[str, Tensor]] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
         self._statics: StaticTensors | None = None
+        self._obstacles: list[str] | None = None
         self._staged: tuple[int, int] | None = None
         self._warm = False
 
@@ -179,6 +189,12 @@ class StepRunner:
         """Per bucket: captured or why not, time, graph memory, replays; and every recompile after warm-up."""
         return self._report
 
+    def save_cache(self, path: str | os.PathLike[str]) -> int:
+        """Compile what is not compiled yet, then :func:`specops.compile.save_cache`, which see."""
+        if not self._warm:
+            self.warm_up()
+        return save_cache(path)
+
     def _replay(self, batch: Mapping[str, Tensor], num_requests: int, bucket: int, unchanged: bool) -> list[Tensor]:
         assert self._statics is not None
         moved = self._statics.moved()
@@ -188,13 +204,14 @@ class StepRunner:
         if not unchanged or self._staged != (bucket, num_requests):
             self._stage(views, batch, num_requests, bucket)
             self._staged = (bucket, num_requests)
+        handle = self._planned(views)
         self._bucket_reports[bucket].replays += 1
         captured = self._graphs.get(bucket)
         if captured is not None:
             graph, outputs = captured
             graph.replay()
         else:
-            outputs = self._run_compiled(views, bucket)
+            outputs = self._run_compiled({**views, **handle}, bucket)
         live = unpad(outputs, num_requests, bucket)
         if self.outputs == "view" or not self._uses_graphs:
             return live
@@ -203,11 +220,11 @@ class StepRunner:
     def _run_compiled(self, views: Mapping[str, Tensor], bucket: int) -> list[Tensor]:
         before = report.compiled_graphs()
         if self._uses_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with self._config():
             outputs = self._call_compiled(views)
         if report.compiled_graphs() != before and self._warm:
-            cause = report.last_recompile_reason()
+            cause = report.recompile_cause(report.last_recompile_reason(), tuple(views))
             self._report.recompiles.append(cause)
             self._losses.tell(f"recompiled for {bucket} requests after warm-up: {cause}")
         return outputs
@@ -227,6 +244,7 @@ class StepRunner:
         """Weights or caches have new addresses: graphs that read the old ones must not be replayed."""
         self._losses.tell(f"{moved} has moved since capture; recording again")
         self._graphs.clear()
+        self._plans.clear()
         self._compiled = None
         self._warm = False
         self.warm_up()
@@ -243,35 +261,49 @@ class StepRunner:
         else:
             with report.skip_messages() as messages:
                 skipped, reserved = report.skipped_graphs(), self._reserved_bytes()
+                partitions = report.graph_partitions()
                 entry.reason = self._record(size, views)
                 if report.skipped_graphs() > skipped or (messages and not self._graphs.get(size)):
                     entry.reason = messages[-1] if messages else "inductor skipped the graph without a message"
+                if entry.reason is None and self._uses_graphs and self.mode == "reduce-overhead":
+                    entry.reason = report.cut_graph(partitions)
+            if entry.reason is not None and self._uses_graphs:
+                entry.reason = self._explained(entry.reason, views)
             entry.captured = self._uses_graphs and entry.reason is None
             entry.memory_bytes = max(0, self._reserved_bytes() - reserved)
         entry.seconds = time.perf_counter() - started
 
+    def _explained(self, reason: str, views: Mapping[str, Tensor]) -> str:
+        """The reason with what the step itself shows; the step is watched once, whatever the number of buckets."""
+        if self._obstacles is None:
+            self._obstacles = graph_obstacles(self.step, {**views, **self._planned(views)}, self.device)
+        return f"{reason} ({', '.join(self._obstacles)})" if self._obstacles else reason
+
     def _record(self, size: int, views: Mapping[str, Tensor]) -> str | None:
         """Compile if needed and capture one bucket; the reason when there is no graph."""
         if not self._uses_graphs:
-            self._call_compiled(views)
+            self._call_compiled({**views, **self._planned(views)})
             return f"{self.device.type} has no CUDA graphs"
         if self.mode == "reduce-overhead":
             # torch warms up at the first call of a shape, records at the second and replays from then on.
             for _ in range(3):
-                torch.compiler.cudagraph_mark_step_begin()
-                self._call_compiled(views)
+                handle = self._planned(views)
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+                self._call_compiled({**views, **handle})
             return None
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        handle = self._planned(views)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self._call_compiled(views)
+            self._call_compiled({**views, **handle})
         torch.cuda.current_stream(self.device).wait_stream(stream)
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        handle = self._planned(views)
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=stream):
-                outputs = self._call_compiled(views)
+                outputs = self._call_compiled({**views, **handle})
         except RuntimeError as error:
             return f"capture failed: {str(error).splitlines()[0]}"
         # Weak references: the next, smaller bucket may use this one's output memory, since replays never overlap.
@@ -285,8 +317,22 @@ class StepRunner:
         return list(self._compiled(**views))
 
     def _eager(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.step(**rows)
+        outputs: tuple[Tensor, ...] = self.step(**rows, **self._planned(rows))
         return outputs
+
+    def _planned(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Update the plan of this batch size for a run over ``fields``; its handle as the step's argument.
+
+        The one place where plans are updated: eager runs, warm-up, capture and replay all come through here.
+        """
+        if self._make_plan is None:
+            return {}
+        size = next(iter(fields.values())).shape[0]
+        if size not in self._plans:
+            self._plans[size] = self._make_plan(fields)
+        plan = self._plans[size]
+        plan.update(fields)
+        return {"plan": plan.handle}
 
     def _idle_batch(self) -> dict[str, Tensor]:
         return self.table.allocate(1, self.device)
@@ -315,7 +361,10 @@ class StepRunner:
         if self.mode != "reduce-overhead" or not self._uses_graphs:
             return nullcontext()
         # Many buckets are wanted here: one recording each is no accident to warn about.
-        return torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": None})
+        settings: AbstractContextManager[Any] = torch._inductor.config.patch(
+            {"triton.cudagraph_dynamic_shape_warn_limit": None}
+        )
+        return settings
 
     def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self._uses_graphs else 0

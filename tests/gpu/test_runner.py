@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from specops.compile import DraftExtendRunner, GraphLost
+from specops.batch import DraftExtendBatch
+from specops.compile import DraftExtendRunner, DraftExtendStep, GraphLost
 from specops.compile.report import compiled_graphs, skipped_graphs
+from specops.models.config import ModelConfig
+from specops.models.eagle import EagleConfig, EagleHead
 from specops.spec import Engine, SpecConfig
 from tests.compile.toys import WIDTH, batch_of, fill, plain, runner_for, tiny_draft
 from tests.spec.toys import Shadow, greedy, small_llama, target_of
@@ -120,6 +123,44 @@ def test_f31_f33_an_idle_step_writes_nothing_and_nan_elsewhere_does_not_matter(m
                     pages[int(batch.page_table[request, place // 4]), place % 4] = 0.25
     out = runner(batch)
     assert out.hidden_states.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_planned_backend_runs_in_every_mode_without_losing_a_graph(mode: str) -> None:
+    pytest.importorskip("flashinfer", reason="fa2 is FlashInfer's")
+    config = ModelConfig(64, 128, 96, 1, 8, 2, 64, 256)
+    torch.manual_seed(3)
+    embedding = torch.nn.Embedding(64, 128).to("cuda", torch.float16)
+    lm_head = torch.randn(64, 128, device="cuda", dtype=torch.float16) * 0.1
+    draft = EagleHead(EagleConfig.for_target(config), embedding, lm_head).to("cuda", torch.float16)
+    draft = draft.eval().requires_grad_(False)
+    draft.allocate_caches(200, 16)
+    draft.set_backend("flashinfer_fa2")
+    runner = DraftExtendRunner(
+        draft, draft.caches, tokens_per_request=4, max_requests=4, max_pages=8, buckets=[1, 2, 4], mode=mode, strict=True
+    )
+    report = runner.warm_up()
+    assert mode == "eager" or report.captured, str(report)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for lens in ([100, 30, 7], [5], [64, 17], [128, 9, 33, 50], [12, 80, 4]):
+        count = len(lens)
+        table = (torch.randperm(199, generator=generator, device="cuda")[: count * 8] + 1).to(torch.int32).view(count, 8)
+        batch = DraftExtendBatch(
+            torch.randint(64, (count, 4), generator=generator, device="cuda"),
+            torch.randn(count, 4, 128, generator=generator, device="cuda", dtype=torch.float16),
+            torch.tensor(lens, dtype=torch.int32, device="cuda"),
+            torch.randint(1, 5, (count,), generator=generator, device="cuda").to(torch.int32),
+            table,
+        )
+        fill(draft)
+        out = runner(batch)
+        fill(draft)
+        draft.set_backend("reference")
+        with torch.no_grad():
+            expected = DraftExtendStep(draft, 16, 4)(**batch.as_dict())
+        draft.set_backend("flashinfer_fa2")
+        torch.testing.assert_close(out.next_token_logits, expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(out.hidden_states, expected[1], rtol=2e-2, atol=2e-2)
 
 
 @pytest.fixture(scope="module")

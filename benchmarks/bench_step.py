@@ -1,0 +1,370 @@
+"""One draft-extend step under every way of running it: host time, latency, warm-up, graph memory, process start.
+
+    python benchmarks/bench_step.py --json step.json
+    python benchmarks/bench_step.py --batch 1,8,32 --vocab 32000 --no-cold --seconds 60
+
+The draft has one layer over hidden 4096; every request has 4 rows and 512 keys. The ways:
+
+* eager: the step as it is.
+* inductor: the compiled step, without a graph.
+* reduce-overhead, direct, direct view: the runner, staging and unpadding included; ``view`` hands over graph memory.
+* raw graph: the direct runner's own graph replayed over static inputs; what no runner can go below.
+
+``host`` is the time a call keeps the host busy, from many calls nobody waits for; ``latency`` a call that is waited
+for, median; ``back to back`` the time a call takes when the next one is already queued. Warm-up is a runner of 20 buckets;
+the time of one bucket is that of its first. ``--cold`` starts processes with an empty and with a filled compile cache.
+Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specops.batch import DraftExtendBatch
+from specops.compile import DraftExtendRunner, DraftExtendStep
+from specops.models.config import ModelConfig
+from specops.models.eagle import EagleConfig, EagleHead
+
+PAGE = 16
+WIDTH = 4
+# Twenty sizes; a batch of one is compiled apart, since torch specialises a dimension of one.
+BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
+CHILD_SECONDS = 100
+
+
+class Bench:
+    """Rows, the clock, and the file they go to."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.begun = args, time.perf_counter()
+        self.data: dict[str, Any] = {"environment": environment(args), "rows": [], "warm_up": [], "process_start": []}
+
+    def left(self) -> float:
+        return float(self.args.seconds) - (time.perf_counter() - self.begun)
+
+    def add(self, kind: str, row: dict[str, Any]) -> None:
+        self.data[kind].append(row)
+        print(kind, json.dumps(row), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self.data["took_s"] = round(time.perf_counter() - self.begun, 1)
+        self.data["ratios"] = ratios(self.data["rows"])
+        if self.args.json is not None:
+            partial = self.args.json.with_suffix(".partial")
+            partial.write_text(json.dumps(self.data, indent=1), encoding="utf-8")
+            partial.replace(self.args.json)
+
+    @contextlib.contextmanager
+    def guard(self, kind: str, row: dict[str, Any], needs: float = 0.0) -> Any:
+        """Turns what goes wrong inside, or begins with less than ``needs`` seconds left, into a row with a reason."""
+        try:
+            if self.left() < needs:
+                raise TimeoutError(f"{self.left():.0f} s of --seconds are left")
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            words = str(error).strip().splitlines() or [""]
+            self.add(kind, {**row, "reason": f"{type(error).__name__}: {words[0][:300]}"})
+        finally:
+            gc.collect()
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    if args.child:
+        print(json.dumps(process_start(args)))
+        return {}
+    bench = Bench(args)
+    for vocab in args.vocab:
+        with bench.guard("rows", {"vocab": vocab}, needs=10):
+            measure(bench, vocab)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    if args.cold:
+        measure_starts(bench)
+    bench.write()
+    print(table(bench.data["rows"]))
+    print(json.dumps(bench.data["ratios"], indent=1))
+    return bench.data
+
+
+def make_draft(args: argparse.Namespace, vocab: int, num_requests: int) -> EagleHead:
+    """A random one-layer head with its caches; it is timed, not judged."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    heads = max(1, args.hidden // 128)
+    dim = args.hidden // heads
+    config = ModelConfig(vocab, args.hidden, args.intermediate, 1, heads, max(1, heads // 4), dim, 4096)
+    with torch.device(args.device):
+        embedding = nn.Embedding(vocab, args.hidden, dtype=dtype)
+        lm_head = torch.randn((vocab, args.hidden), dtype=dtype) * args.hidden**-0.5
+        head = EagleHead(EagleConfig.for_target(config), embedding, lm_head)
+    head = head.to(device=args.device, dtype=dtype).eval().requires_grad_(False)
+    head.allocate_caches(num_requests * pages_each(args) + 1, PAGE)
+    head.set_backend(args.backend)
+    return head
+
+
+def make_batch(args: argparse.Namespace, num_requests: int) -> DraftExtendBatch:
+    generator = torch.Generator().manual_seed(1)
+    each = pages_each(args)
+    table = torch.randperm(num_requests * each, generator=generator).view(num_requests, each).to(torch.int32) + 1
+    hidden = torch.randn((num_requests, WIDTH, args.hidden), generator=generator).to(getattr(torch, args.dtype))
+    batch = {
+        "input_ids": torch.randint(min(args.vocab), (num_requests, WIDTH), generator=generator),
+        "hidden_states": hidden,
+        "seq_lens": torch.full((num_requests,), args.kv, dtype=torch.int32),
+        "accept_lens": torch.randint(1, WIDTH + 1, (num_requests,), generator=generator).to(torch.int32),
+        "page_table": table,
+    }
+    return DraftExtendBatch(**{name: tensor.to(args.device) for name, tensor in batch.items()})
+
+
+def pages_each(args: argparse.Namespace) -> int:
+    return -(-int(args.kv) // PAGE)
+
+
+def measure(bench: Bench, vocab: int) -> None:
+    args = bench.args
+    largest = max(args.batch)
+    draft = make_draft(args, vocab, largest)
+    batches = {size: make_batch(args, size) for size in args.batch}
+    step = DraftExtendStep(draft, PAGE, WIDTH)
+
+    def timed(way: str, size: int, call: Callable[[], Any], result: Callable[[Any], Sequence[Tensor]] = tuple) -> None:
+        row = {"vocab": vocab, "batch": size, "way": way}
+        with bench.guard("rows", row, needs=1), torch.no_grad():
+            # Batches share pages, so what is right is asked anew each time.
+            wanted = step(**batches[size].as_dict())
+            out = [tensor.clone() for tensor in result(call())]
+            figures = times(call, args)
+            errors = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(out, wanted, strict=True)]
+            figures["relative_error"] = round(max(errors), 5)
+            bench.add("rows", {**row, **figures})
+
+    for size, batch in batches.items():
+        timed("eager", size, lambda batch=batch: step(**batch.as_dict()))
+
+    runner: DraftExtendRunner | None = None
+    sizes = (*(size for size in BUCKETS if size < largest), largest)
+    common: dict[str, Any] = {"tokens_per_request": WIDTH, "max_requests": largest, "max_pages": pages_each(args)}
+    with bench.guard("warm_up", {"vocab": vocab, "way": "direct"}, needs=25):
+        runner = DraftExtendRunner(draft, draft.caches, mode="direct", buckets=sizes, **common)
+        bench.add("warm_up", {"vocab": vocab, "way": "direct", **warm_up(runner)})
+    if runner is not None:
+        inner = runner.runner
+        for size, batch in batches.items():
+            views = inner._bucket_views(size)
+            with torch.no_grad():
+                inner._stage(views, batch.as_dict(), size, size)
+            timed("inductor", size, lambda views=views: inner._call_compiled(views))
+            if size in inner._graphs:
+                graph, outputs = inner._graphs[size]
+                timed("raw graph", size, lambda graph=graph, outputs=outputs: (graph.replay(), outputs)[1])
+            for outputs_as in ("copy", "view"):
+                inner.outputs = outputs_as
+                name = "direct" if outputs_as == "copy" else "direct view"
+                timed(name, size, lambda batch=batch: runner(batch))
+            inner.outputs = "copy"
+    with bench.guard("warm_up", {"vocab": vocab, "way": "reduce-overhead"}, needs=25):
+        overhead = DraftExtendRunner(draft, draft.caches, mode="reduce-overhead", buckets=args.batch, **common)
+        bench.add("warm_up", {"vocab": vocab, "way": "reduce-overhead", **warm_up(overhead)})
+        for size, batch in batches.items():
+            timed("reduce-overhead", size, lambda batch=batch: overhead(batch))
+
+
+def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
+    """Time of the first bucket, which compiles, and of those behind it; memory of the graphs."""
+    report = runner.warm_up().as_dict()
+    by_size = sorted(report["buckets"], key=lambda bucket: -bucket["num_requests"])
+    first, others = by_size[0], by_size[1:]
+    # A batch of one is a second compile; the rest are captures alone.
+    captures = sum(bucket["seconds"] for bucket in others if bucket["num_requests"] > 1)
+    alone = sum(bucket["seconds"] for bucket in others if bucket["num_requests"] == 1)
+    return {
+        "buckets": len(by_size),
+        "total_s": round(report["compile_seconds"], 3),
+        "first_bucket_s": round(first["seconds"], 3),
+        "other_buckets_s": round(captures, 3),
+        "batch_of_one_s": round(alone, 3),
+        "all_over_one": round((first["seconds"] + captures) / first["seconds"], 3) if first["seconds"] else None,
+        "compiled_graphs": report["compiled_graphs"],
+        "captured": report["captured"],
+        "not_captured": report["reason"],
+        "graph_mib": round(sum(bucket["memory_bytes"] for bucket in by_size) / 2**20, 1),
+        "mib_by_bucket": {bucket["num_requests"]: round(bucket["memory_bytes"] / 2**20, 1) for bucket in by_size},
+    }
+
+
+def times(call: Callable[[], Any], args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds of a call, see the module's docstring."""
+    cuda = args.device == "cuda"
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        call()
+    wait()
+    latencies = []
+    for _ in range(args.calls):
+        begun = time.perf_counter()
+        call()
+        wait()
+        latencies.append((time.perf_counter() - begun) * 1e6)
+    hosts, backs = [], []
+    for _ in range(5):
+        begun = time.perf_counter()
+        # Few enough that the launch queue never fills up.
+        for _ in range(10):
+            call()
+        hosts.append((time.perf_counter() - begun) * 1e5)
+        wait()
+        backs.append((time.perf_counter() - begun) * 1e5)
+    return {
+        "latency_us": round(statistics.median(latencies), 1),
+        "host_us": round(statistics.median(hosts), 1),
+        "back_to_back_us": round(statistics.median(backs), 1),
+    }
+
+
+def measure_starts(bench: Bench) -> None:
+    """Process starts: with an empty cache, with the one that left, and with a saved cache in an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "cache.bin"
+        for name, cache, options in (
+            ("cold", "a", ["--save-cache", str(saved)]),
+            ("second start", "a", []),
+            ("saved cache", "b", ["--load-cache", str(saved)]),
+        ):
+            with bench.guard("process_start", {"way": name}, needs=25):
+                bench.add("process_start", {"way": name, **start(bench, Path(folder) / cache, options)})
+    seconds = {row["way"]: row["warm_up_s"] for row in bench.data["process_start"] if "warm_up_s" in row}
+    for name in ("second start", "saved cache"):
+        if "cold" in seconds and name in seconds:
+            bench.data[f"{name} over cold".replace(" ", "_")] = round(seconds[name] / seconds["cold"], 3)
+
+
+def start(bench: Bench, cache: Path, options: list[str]) -> dict[str, Any]:
+    args = bench.args
+    command = [sys.executable, __file__, "--child", "--device", args.device, "--dtype", args.dtype]
+    command += ["--hidden", str(args.hidden), "--intermediate", str(args.intermediate), "--kv", str(args.kv)]
+    command += ["--vocab", str(args.vocab[0]), "--batch", str(max(args.batch)), "--backend", args.backend, *options]
+    # Triton keeps kernels beside inductor's code.
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    begun = time.perf_counter()
+    limit = max(1.0, min(CHILD_SECONDS, bench.left()))
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=limit, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return {**figures, "process_s": round(time.perf_counter() - begun, 2)}
+
+
+def process_start(args: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own: the time from a ready draft to a warm runner."""
+    from specops.compile import load_cache, save_cache
+
+    draft = make_draft(args, args.vocab[0], max(args.batch))
+    sizes = (*(size for size in BUCKETS if size < max(args.batch)), max(args.batch))
+    begun = time.perf_counter()
+    loaded = load_cache(args.load_cache) if args.load_cache else None
+    runner = DraftExtendRunner(
+        draft,
+        draft.caches,
+        tokens_per_request=WIDTH,
+        max_requests=max(args.batch),
+        max_pages=pages_each(args),
+        mode="direct",
+        buckets=sizes,
+    )
+    figures = warm_up(runner)
+    seconds = time.perf_counter() - begun
+    found = {"warm_up_s": round(seconds, 3), "compiled_graphs": figures["compiled_graphs"], "captured": figures["captured"]}
+    if args.save_cache:
+        found["saved_mib"] = round(save_cache(args.save_cache) / 2**20, 2)
+    if loaded is not None:
+        found["loaded"] = loaded
+    return found
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each way over the raw graph, by latency, for each vocabulary and batch."""
+    found = []
+    for vocab, batch in dict.fromkeys((row["vocab"], row["batch"]) for row in rows if "latency_us" in row):
+        mine = {
+            row["way"]: row for row in rows if (row["vocab"], row.get("batch")) == (vocab, batch) and "latency_us" in row
+        }
+        raw = mine.get("raw graph")
+        if raw is not None:
+            entry: dict[str, Any] = {"vocab": vocab, "batch": batch, "raw_us": raw["latency_us"]}
+            entry.update({way: round(row["latency_us"] / raw["latency_us"], 3) for way, row in mine.items()})
+            found.append(entry)
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'vocab':>7} {'batch':>5}  {'way':16} {'latency us':>10} {'host us':>9} {'back to back':>12}"]
+    for row in rows:
+        head = f"{row['vocab']:7} {row.get('batch', '')!s:>5}  {row.get('way', ''):16}"
+        if "reason" in row:
+            lines.append(f"{head} {row['reason']}")
+        else:
+            lines.append(f"{head} {row['latency_us']:10.1f} {row['host_us']:9.1f} {row['back_to_back_us']:12.1f}")
+    return "\n".join(lines)
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    cuda = args.device == "cuda"
+    shape = {name: getattr(args, name) for name in ("hidden", "intermediate", "kv", "dtype", "backend")}
+    card = torch.cuda.get_device_name() if cuda else "cpu"
+    return {"device_name": card, "torch": torch.__version__, "rows_a_request": WIDTH, **shape}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
+    add("--dtype", default="bfloat16" if cuda else "float32")
+    add("--vocab", default="32000,128256" if cuda else "1024")
+    add("--batch", default="1,8,32,256" if cuda else "1,2,4")
+    add("--hidden", type=int, default=4096 if cuda else 256)
+    add("--intermediate", type=int, default=11008 if cuda else 512)
+    add("--kv", type=int, default=512, help="keys of every request")
+    add("--backend", default="auto")
+    add("--calls", type=int, default=60, help="calls a latency is the median of")
+    add("--cold", action=argparse.BooleanOptionalAction, default=True, help="time process starts")
+    add("--seconds", type=float, default=145.0)
+    add("--json", type=Path)
+    add("--child", action="store_true", help=argparse.SUPPRESS)
+    add("--save-cache", help=argparse.SUPPRESS)
+    add("--load-cache", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.vocab = [int(part) for part in args.vocab.split(",")]
+    args.batch = sorted({int(part) for part in args.batch.split(",")})
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -10,8 +10,9 @@ output; else it writes a partial result (normalised output and base-2 log-sum-ex
 program of the unit to arrive or by a second kernel. Where there are few requests the schedule is not worth its time: each
 unit gets the same number of programs, and they take its blocks in turn.
 
-A unit reads only keys in ``[0, seq_len)`` of its request, through masks that put zeros elsewhere, so NaN behind a
-sequence's end and in pages of others never meets a number.
+A unit reads only keys in ``[0, num_keys)`` of its request, through masks that put zeros elsewhere, so NaN behind a
+sequence's end and in pages of others never meets a number. ``num_keys`` is ``seq_len``, or what the page table has room for
+(``table_keys``) where that is less: keys behind the table do not exist, while rows keep the positions that ``seq_len`` says.
 """
 
 from __future__ import annotations
@@ -174,6 +175,7 @@ def _allocate_apart(device: torch.device, count: int) -> Tensor:
 @triton.jit
 def row_blocks(
     seq_len,
+    num_keys,
     rows,
     window,
     tree_width,
@@ -185,7 +187,7 @@ def row_blocks(
 ):
     """First key block, number of key blocks (at least 1) and number of row tiles of requests; scalars or vectors."""
     tiles = (rows * GROUP + BLOCK_M - 1) // BLOCK_M
-    end = (seq_len + BLOCK_N - 1) // BLOCK_N
+    end = (num_keys + BLOCK_N - 1) // BLOCK_N
     begin = seq_len * 0
     if WINDOW:
         # The lowest position: the first row, or under a tree mask a row that sees none of the tree.
@@ -193,7 +195,7 @@ def row_blocks(
             position = seq_len - tree_width - 1
         else:
             position = seq_len - rows
-        begin = tl.maximum(position - window + 1, 0) // BLOCK_N
+        begin = tl.minimum(tl.maximum(position - window + 1, 0) // BLOCK_N, end)
     return begin, tl.maximum(end - begin, 1), tiles
 
 
@@ -205,6 +207,7 @@ def request_costs(
     query_len,
     window,
     tree_width,
+    table_keys,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -223,13 +226,14 @@ def request_costs(
         rows = tl.load(query_start + request + 1, mask=live, other=0) - start
     else:
         rows = tl.where(live, query_len, 0)
-    _, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
+    num_keys = tl.minimum(seq_len, table_keys)
+    _, blocks, tiles = row_blocks(seq_len, num_keys, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
     return blocks * tiles * HEADS
 
 
 @triton.jit
-def request_scalars(seq_lens, query_start, request, query_len, PACKED: tl.constexpr):
-    """seq_len, first row and number of rows of one request."""
+def request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED: tl.constexpr):
+    """seq_len, number of keys, first row and number of rows of one request; no keys for a negative length."""
     seq_len = tl.maximum(tl.load(seq_lens + request), 0)
     if PACKED:
         start = tl.load(query_start + request)
@@ -237,7 +241,7 @@ def request_scalars(seq_lens, query_start, request, query_len, PACKED: tl.conste
     else:
         start = request * query_len
         rows = query_len + seq_len * 0
-    return seq_len, start, rows
+    return seq_len, tl.minimum(seq_len, table_keys), start, rows
 
 
 @triton.jit
@@ -246,6 +250,7 @@ def row_limits(
     valid,
     start,
     seq_len,
+    num_keys,
     rows,
     window,
     tree_mask,
@@ -267,7 +272,7 @@ def row_limits(
         column = tl.arange(0, BLOCK_W)
         where = tree_mask + (start + row).to(tl.int64)[:, None] * stride_mask + column[None, :]
         seen = tl.load(where, mask=valid[:, None] & (column < tree_width)[None, :], other=0).to(tl.int32)
-        last = tl.where(valid, prefix - 1, -1)
+        last = tl.where(valid, tl.minimum(prefix, num_keys) - 1, -1)
         position = prefix - 1 + tl.sum(seen, 1)
         if TREE_BITS == 32:
             bits = tl.sum(seen << column[None, :], 1)
@@ -275,7 +280,7 @@ def row_limits(
             bits = tl.sum(seen.to(tl.int64) << column[None, :].to(tl.int64), 1)
     else:
         position = seq_len - rows + row
-        last = tl.where(valid, position, -1)
+        last = tl.where(valid, tl.minimum(position, num_keys - 1), -1)
     first = row * 0
     if WINDOW:
         first = position - window + 1
@@ -308,6 +313,7 @@ def visible(
     valid,
     mask_row,
     seq_len,
+    num_keys,
     tree_width,
     SWAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -323,9 +329,9 @@ def visible(
         if TREE_BITS > 0:
             place = tl.minimum(tl.maximum(own, 0), tree_width - 1)
             bit = ((along_rows(bits, SWAP) >> place) & 1) != 0
-            seen = seen | (bit & (own >= 0) & (keys < seq_len) & rows)
+            seen = seen | (bit & (own >= 0) & (keys < num_keys) & rows)
         else:
-            inside = (own >= 0) & (keys < seq_len) & rows
+            inside = (own >= 0) & (keys < num_keys) & rows
             seen = seen | (tl.load(along_rows(mask_row, SWAP) + own, mask=inside, other=0) != 0)
     if WINDOW:
         seen = seen & (keys >= along_rows(first, SWAP))
@@ -333,17 +339,17 @@ def visible(
 
 
 @triton.jit
-def tile_keys(first_row, last_row, seq_len, rows, window, tree_width, WINDOW: tl.constexpr, TREE: tl.constexpr):
+def tile_keys(first_row, last_row, seq_len, num_keys, rows, window, tree_width, WINDOW: tl.constexpr, TREE: tl.constexpr):
     """Half-open range of keys that rows ``first_row`` to ``last_row`` of a request may see."""
     low = seq_len * 0
     if TREE:
-        high = seq_len
+        high = num_keys
         if WINDOW:
-            low = tl.maximum(seq_len - tree_width - window, 0)
+            low = tl.minimum(tl.maximum(seq_len - tree_width - window, 0), high)
     else:
-        high = tl.maximum(tl.minimum(seq_len - rows + last_row + 1, seq_len), 0)
+        high = tl.maximum(tl.minimum(seq_len - rows + last_row + 1, num_keys), 0)
         if WINDOW:
-            low = tl.maximum(seq_len - rows + first_row - window + 1, 0)
+            low = tl.minimum(tl.maximum(seq_len - rows + first_row - window + 1, 0), high)
     return low, high
 
 

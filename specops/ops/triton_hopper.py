@@ -46,7 +46,7 @@ def _copy_block(
     kv,
     latent,
     rope,
-    seq_len,
+    num_keys,
     end,
     stride_kp,
     STRIDE_KS: gl.constexpr,
@@ -56,15 +56,15 @@ def _copy_block(
     LATENT_COPY: gl.constexpr,
     ROPE_COPY: gl.constexpr,
 ):
-    """Start copying key block ``block`` into ``latent`` ``[64, D]`` and ``rope`` ``[64, D2]``, zeros behind the sequence."""
+    """Start copying key block ``block`` into ``latent`` ``[64, D]`` and ``rope`` ``[64, D2]``, zeros behind the keys."""
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LATENT_COPY))
     n2 = gl.arange(0, BLOCK_N, gl.SliceLayout(1, ROPE_COPY))
     d = gl.arange(0, D, gl.SliceLayout(0, LATENT_COPY))
     d2 = gl.arange(0, D2, gl.SliceLayout(0, ROPE_COPY))
     key = block * BLOCK_N + n
     key2 = block * BLOCK_N + n2
-    inside = (key < seq_len) & (block < end)
-    inside2 = (key2 < seq_len) & (block < end)
+    inside = (key < num_keys) & (block < end)
+    inside2 = (key2 < num_keys) & (block < end)
     if PAGE_SIZE % BLOCK_N == 0:
         base = kv + page.to(gl.int64) * stride_kp + (block * BLOCK_N % PAGE_SIZE) * STRIDE_KS
         row = n * STRIDE_KS
@@ -99,6 +99,7 @@ def latent_split_kernel(
     max_tiles,
     window,
     tree_width,
+    table_keys,
     score_scale,
     stride_qt,
     stride_qh,
@@ -161,7 +162,9 @@ def latent_split_kernel(
             rows_of = gl.load(query_start + request_index + 1, mask=live, other=0) - starts
         else:
             rows_of = gl.where(live, query_len, 0)
-        _first, blocks_of, tiles_of = row_blocks(lens, rows_of, 0, tree_width, HEADS, BLOCK_M, BLOCK_N, False, TREE)
+        _first, blocks_of, tiles_of = row_blocks(
+            lens, gl.minimum(lens, table_keys), rows_of, 0, tree_width, HEADS, BLOCK_M, BLOCK_N, False, TREE
+        )
         all_costs = blocks_of * tiles_of
         upto = gl.associative_scan(all_costs, 0, _add)
         all_blocks = gl.sum(all_costs, 0)
@@ -175,8 +178,8 @@ def latent_split_kernel(
             index = pid // units
             request = unit // max_tiles
             tile = unit % max_tiles
-            seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
-            _begin, blocks, tiles = row_blocks(seq_len, rows, 0, tree_width, HEADS, BLOCK_M, BLOCK_N, False, TREE)
+            seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
+            _begin, blocks, tiles = row_blocks(seq_len, num_keys, rows, 0, tree_width, HEADS, BLOCK_M, BLOCK_N, False, TREE)
             contributors = gl.where(tile < tiles, gl.minimum(blocks, splits), 0)
             begin = index
             end = gl.where(index < contributors, blocks, 0)
@@ -187,8 +190,8 @@ def latent_split_kernel(
             before = upto <= position
             request = gl.sum(before.to(gl.int32), 0)
             within = position - gl.sum(gl.where(before, all_costs, 0), 0)
-            seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
-            _begin, blocks, tiles = row_blocks(seq_len, rows, 0, tree_width, HEADS, BLOCK_M, BLOCK_N, False, TREE)
+            seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
+            _begin, blocks, tiles = row_blocks(seq_len, num_keys, rows, 0, tree_width, HEADS, BLOCK_M, BLOCK_N, False, TREE)
             tile = within // blocks
             begin = within - tile * blocks
             count = gl.minimum(blocks - begin, stop - position)
@@ -200,16 +203,16 @@ def latent_split_kernel(
             slot = 2 * pid + gl.where(pid == first_program, 1, 0)
             index = pid * 0
         # Keys that this tile's last row sees.
-        high = seq_len
+        high = num_keys
         if not TREE:
             last_row = gl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, rows - 1)
-            high = gl.maximum(gl.minimum(seq_len - rows + last_row + 1, seq_len), 0)
+            high = gl.maximum(gl.minimum(seq_len - rows + last_row + 1, num_keys), 0)
         end = gl.minimum(end, (high + BLOCK_N - 1) // BLOCK_N)
         if not DIRECT or index < contributors:
             _unit(
                 q, q2, kv_cache, out, page_table + request.to(gl.int64) * stride_pages, sinks, tree_mask,
                 partial, partial_lse, q_latent, q_rope, latent, rope,
-                tile, seq_len, start, rows, begin, end, step, slot, contributors, tree_width, score_scale,
+                tile, seq_len, num_keys, start, rows, begin, end, step, slot, contributors, tree_width, score_scale,
                 stride_qt, stride_qh, stride_q2t, stride_q2h, stride_kp, stride_mask,
                 HEADS, STRIDE_KS, D, D2, PAGE_SIZE, SINKS, TREE, S_LAYOUT, O_LAYOUT, P_LAYOUT, LATENT_COPY, ROPE_COPY,
             )  # fmt: skip
@@ -233,6 +236,7 @@ def _unit(
     rope,
     tile,
     seq_len,
+    num_keys,
     start,
     rows,
     begin,
@@ -281,7 +285,7 @@ def _unit(
     if ONE_PAGE:
         page = gl.load(pages + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
     _copy_block(
-        begin, page, pages, kv_cache, latent.index(0), rope.index(0), seq_len, end, stride_kp, STRIDE_KS,
+        begin, page, pages, kv_cache, latent.index(0), rope.index(0), num_keys, end, stride_kp, STRIDE_KS,
         D, D2, PAGE_SIZE, LATENT_COPY, ROPE_COPY,
     )  # fmt: skip
     if ONE_PAGE:
@@ -293,12 +297,12 @@ def _unit(
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     bits = row.to(gl.int64) * 0
     if TREE:
-        last = gl.where(valid, seq_len - tree_width - 1, -1)
+        last = gl.where(valid, gl.minimum(seq_len - tree_width, num_keys) - 1, -1)
         for column in range(0, tree_width):
             seen = gl.load(tree_mask + (start + row).to(gl.int64) * stride_mask + column, mask=valid, other=0)
             bits = bits | (seen.to(gl.int64) << column)
     else:
-        last = gl.where(valid, seq_len - rows + row, -1)
+        last = gl.where(valid, gl.minimum(seq_len - rows + row, num_keys - 1), -1)
 
     top = gl.full([BLOCK_M], NEG_INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     totals = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
@@ -315,7 +319,7 @@ def _unit(
         scores = hopper.warpgroup_mma(q_rope, k2.permute((1, 0)), scores, is_async=True)
         # The other buffer was read by the products of the block before, which are done.
         _copy_block(
-            block + step, page, pages, kv_cache, latent.index(1 - buffer), rope.index(1 - buffer), seq_len, end,
+            block + step, page, pages, kv_cache, latent.index(1 - buffer), rope.index(1 - buffer), num_keys, end,
             stride_kp, STRIDE_KS, D, D2, PAGE_SIZE, LATENT_COPY, ROPE_COPY,
         )  # fmt: skip
         if ONE_PAGE:
@@ -328,7 +332,7 @@ def _unit(
             own = key - (seq_len - tree_width)
             place = gl.minimum(gl.maximum(own, 0), tree_width - 1)
             bit = ((bits[:, None] >> place) & 1) != 0
-            visible = visible | (bit & (own >= 0) & (key < seq_len) & valid[:, None])
+            visible = visible | (bit & (own >= 0) & (key < num_keys) & valid[:, None])
         s = gl.where(visible, s, NEG_INF)
         top_new = gl.maximum(top, gl.max(s, 1))
         base = gl.where(top_new == NEG_INF, 0.0, top_new)

@@ -38,7 +38,7 @@ from specops.ops.triton_common import (
 )
 
 # Numbers that change from batch to batch. Compiling for 1 or a multiple of 16 of each would mean many kernels a model.
-UNSPECIALIZED_SCHEDULE = ["num_requests", "query_len", "max_tiles", "window", "tree_width"]
+UNSPECIALIZED_SCHEDULE = ["num_requests", "query_len", "max_tiles", "window", "tree_width", "table_keys"]
 UNSPECIALIZED_MERGE = [*UNSPECIALIZED_SCHEDULE, "num_programs"]
 UNSPECIALIZED_CALL = [*UNSPECIALIZED_SCHEDULE, "num_rows", "stride_pages", "stride_mask"]
 
@@ -70,6 +70,7 @@ def fold_blocks(
     v_head,
     pages,
     seq_len,
+    num_keys,
     first,
     last,
     bits,
@@ -117,7 +118,7 @@ def fold_blocks(
         page = tl.load(pages + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
     else:
         key = begin * BLOCK_N + n
-        page = tl.load(pages + key // PAGE_SIZE, mask=(key < seq_len) & (begin < end), other=0)
+        page = tl.load(pages + key // PAGE_SIZE, mask=(key < num_keys) & (begin < end), other=0)
     for block in tl.range(begin, end, step, num_stages=STAGES):
         key = block * BLOCK_N + n
         if ONE_PAGE:
@@ -132,8 +133,8 @@ def fold_blocks(
             k_at_row = k_head + (page.to(tl.int64) * stride_kp + offset * stride_ks)[:, None]
             v_at = v_head + (page.to(tl.int64) * stride_vp + offset * stride_vs)[:, None] + dv[None, :]
             ahead = key + step * BLOCK_N
-            page = tl.load(pages + ahead // PAGE_SIZE, mask=(ahead < seq_len) & (block + step < end), other=0)
-        inside = (key < seq_len)[:, None]
+            page = tl.load(pages + ahead // PAGE_SIZE, mask=(ahead < num_keys) & (block + step < end), other=0)
+        inside = (key < num_keys)[:, None]
         k_at = k_at_row + d[None, :]
         k = load_tile(k_at, inside, (d < D)[None, :], MASKED, BLOCK_D != D).to(q.dtype)
         if SHARED_V:
@@ -153,7 +154,9 @@ def fold_blocks(
                 scores = score_product(q2, tl.trans(k2), scores)
         scores = scaled(scores.to(tl.float32), score_scale, cap, SOFTCAP)
         if MASKED:
-            seen = visible(key, first, last, bits, valid, mask_row, seq_len, tree_width, SWAP, WINDOW, TREE, TREE_BITS)
+            seen = visible(
+                key, first, last, bits, valid, mask_row, seq_len, num_keys, tree_width, SWAP, WINDOW, TREE, TREE_BITS
+            )  # fmt: skip
             scores = tl.where(seen, scores, NEG_INF)
         p, m, total, factor = softmax_step(scores, m, total, SWAP)
         acc = acc * along_rows(factor, SWAP)
@@ -187,6 +190,7 @@ def split_kernel(
     max_tiles,
     window,
     tree_width,
+    table_keys,
     score_scale,
     cap,
     stride_qt,
@@ -253,13 +257,15 @@ def split_kernel(
         request = unit_id // (HEADS * max_tiles)
         kv_head = unit_id // max_tiles % HEADS
         tile = unit_id % max_tiles
-        seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
-        first_block, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
+        seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
+        first_block, blocks, tiles = row_blocks(
+            seq_len, num_keys, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE
+        )
         contributors = tl.minimum(blocks, splits)
         if (tile < tiles) & (index < contributors):
             split_unit(
                 q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
-                request, kv_head, tile, seq_len, start, rows, first_block + index, first_block + blocks, splits,
+                request, kv_head, tile, seq_len, num_keys, start, rows, first_block + index, first_block + blocks, splits,
                 pid, unit_id, units, contributors,
                 max_tiles, window, tree_width, score_scale, cap, v_factor,
                 stride_qt, stride_qh, stride_q2t, stride_q2h,
@@ -269,7 +275,7 @@ def split_kernel(
             )  # fmt: skip
     else:
         cost = request_costs(
-            seq_lens, query_start, num_requests, query_len, window, tree_width,
+            seq_lens, query_start, num_requests, query_len, window, tree_width, table_keys,
             HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
         )  # fmt: skip
         upto = tl.cumsum(cost, 0)
@@ -282,8 +288,10 @@ def split_kernel(
             before = upto <= position
             request = tl.sum(before.to(tl.int32), 0)
             within = position - tl.sum(tl.where(before, cost, 0), 0)
-            seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
-            first_block, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
+            seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
+            first_block, blocks, tiles = row_blocks(
+                seq_len, num_keys, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE
+            )
             unit = within // blocks
             skip = within - unit * blocks
             count = tl.minimum(blocks - skip, stop - position)
@@ -292,7 +300,7 @@ def split_kernel(
             first_program = unit_start // stretch
             split_unit(
                 q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
-                request, kv_head, unit - kv_head * tiles, seq_len, start, rows,
+                request, kv_head, unit - kv_head * tiles, seq_len, num_keys, start, rows,
                 first_block + skip, first_block + skip + count, 1,
                 2 * pid + tl.where(pid == first_program, 1, 0), 2 * first_program, 2,
                 (unit_start + blocks - 1) // stretch - first_program + 1,
@@ -322,6 +330,7 @@ def split_unit(
     kv_head,
     tile,
     seq_len,
+    num_keys,
     start,
     rows,
     begin,
@@ -390,7 +399,7 @@ def split_unit(
         q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
         q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
     first, last, bits = row_limits(
-        row, valid, start, seq_len, rows, window, tree_mask, stride_mask, tree_width,
+        row, valid, start, seq_len, num_keys, rows, window, tree_mask, stride_mask, tree_width,
         BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
     )  # fmt: skip
     mask_row = tree_mask
@@ -398,7 +407,7 @@ def split_unit(
         mask_row = tree_mask + (start + row).to(tl.int64) * stride_mask
     low, high = tile_keys(
         tile * BLOCK_M // GROUP, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
-        seq_len, rows, window, tree_width, WINDOW, TREE,
+        seq_len, num_keys, rows, window, tree_width, WINDOW, TREE,
     )  # fmt: skip
     if WINDOW:
         # Blocks that none of this tile's rows sees, in whole steps.
@@ -415,7 +424,7 @@ def split_unit(
         q_tile, q2_tile, m, total, acc, begin, end, step,
         k_cache + kv_head.to(tl.int64) * stride_kh, v_cache + kv_head.to(tl.int64) * stride_vh,
         page_table + request.to(tl.int64) * stride_pages,
-        seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+        seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
         stride_kp, stride_ks, stride_vp, stride_vs,
         D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
         SWAP, WINDOW, SOFTCAP, TREE, TREE_BITS, True, DIRECT and not WINDOW, STAGES,
@@ -521,6 +530,7 @@ def merge_kernel(
     max_tiles,
     window,
     tree_width,
+    table_keys,
     num_programs,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -548,15 +558,15 @@ def merge_kernel(
     request = unit_id // (HEADS * max_tiles)
     kv_head = unit_id // max_tiles % HEADS
     tile = unit_id % max_tiles
-    seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
-    _, blocks, tiles = row_blocks(seq_len, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
+    seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
+    _, blocks, tiles = row_blocks(seq_len, num_keys, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
     if DIRECT:
         slot_step = num_requests * HEADS * max_tiles
         first_slot = unit_id
         contributors = tl.minimum(blocks, num_programs // slot_step)
     else:
         cost = request_costs(
-            seq_lens, query_start, num_requests, query_len, window, tree_width,
+            seq_lens, query_start, num_requests, query_len, window, tree_width, table_keys,
             HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
         )  # fmt: skip
         all_blocks = tl.sum(cost, 0)
@@ -599,6 +609,7 @@ def tiles_kernel(
     max_tiles,
     window,
     tree_width,
+    table_keys,
     score_scale,
     cap,
     stride_qt,
@@ -643,7 +654,7 @@ def tiles_kernel(
     kv_head = tl.program_id(1)
     request = pid % num_requests
     tile = max_tiles - 1 - pid // num_requests
-    seq_len, start, rows = request_scalars(seq_lens, query_start, request, query_len, PACKED)
+    seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
     if PACKED:
         if kv_head == 0:
             _zero_unowned_rows(out, query_start, num_requests, num_rows, pid, HEADS * GROUP, DV, BLOCK_DV)
@@ -666,7 +677,7 @@ def tiles_kernel(
             q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
             q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
         first, last, bits = row_limits(
-            row, valid, start, seq_len, rows, window, tree_mask, stride_mask, tree_width,
+            row, valid, start, seq_len, num_keys, rows, window, tree_mask, stride_mask, tree_width,
             BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
         )  # fmt: skip
         mask_row = tree_mask
@@ -675,16 +686,16 @@ def tiles_kernel(
         first_row = tile * BLOCK_M // GROUP
         low, high = tile_keys(
             first_row, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
-            seq_len, rows, window, tree_width, WINDOW, TREE,
+            seq_len, num_keys, rows, window, tree_width, WINDOW, TREE,
         )  # fmt: skip
         begin = low // BLOCK_N
         end = (high + BLOCK_N - 1) // BLOCK_N
         if WINDOW:
             full_end = begin
         elif TREE:
-            full_end = tl.maximum(seq_len - tree_width, 0) // BLOCK_N
+            full_end = tl.maximum(tl.minimum(seq_len - tree_width, num_keys), 0) // BLOCK_N
         else:
-            full_end = tl.maximum(tl.minimum(seq_len - rows + first_row + 1, seq_len), 0) // BLOCK_N
+            full_end = tl.maximum(tl.minimum(seq_len - rows + first_row + 1, num_keys), 0) // BLOCK_N
         m = tl.full((BLOCK_M,), NEG_INF, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -694,14 +705,14 @@ def tiles_kernel(
         if not WINDOW:
             m, total, acc = fold_blocks(
                 q_tile, q2_tile, m, total, acc, begin, full_end, 1, k_head, v_head, pages,
-                seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+                seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
                 stride_kp, stride_ks, stride_vp, stride_vs,
                 D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
                 False, WINDOW, SOFTCAP, TREE, TREE_BITS, False, False, STAGES,
             )  # fmt: skip
         m, total, acc = fold_blocks(
             q_tile, q2_tile, m, total, acc, full_end, end, 1, k_head, v_head, pages,
-            seq_len, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+            seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
             stride_kp, stride_ks, stride_vp, stride_vs,
             D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
             False, WINDOW, SOFTCAP, TREE, TREE_BITS, True, False, STAGES,

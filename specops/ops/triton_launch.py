@@ -85,6 +85,8 @@ def launch(
     seq_lens, sinks, query_start = seq_lens.contiguous(), _dense(sinks), _dense(layout.query_start)
     dim2 = 0 if q2 is None else q2.shape[2]
     tree_width = 0 if tree_mask is None else tree_mask.shape[1]
+    # Lengths are int32, and a number beyond that would be compiled for.
+    table_keys = min(max_pages * page_size, 2**31 - 1)
     max_tiles = triton.cdiv(query_len * group, tiling.block_m)
     scaled_kv = k_scale is not None or v_scale is not None
     if scaled_kv:
@@ -97,6 +99,7 @@ def launch(
         max_tiles,
         window or 0,
         tree_width,
+        table_keys,
         scale * LOG2E if softcap is None else scale / softcap,
         1.0 if softcap is None else softcap * LOG2E,
         q.stride(0),
@@ -167,7 +170,7 @@ def launch(
 
         latent_split_kernel[(programs,)](
             *(q, q2, k_cache, out, page_table, seq_lens, query_start, sinks, tree_mask, partial, partial_lse),
-            *(*numbers[:7], *numbers[8:13], *numbers[-2:]),
+            *(*numbers[:8], *numbers[9:14], *numbers[-2:]),
             **{name: constants[name] for name in ("D", "D2", "PAGE_SIZE", "PACKED", "SINKS", "TREE")},
             **shared,
             HEADS=group,
@@ -210,6 +213,7 @@ def launch(
             max_tiles,
             window or 0,
             tree_width,
+            table_keys,
             programs,
             **schedule,
             **shared,

@@ -28,8 +28,11 @@ from specops.ops.triton_launch import launch
 TILE_ROWS = 64
 # The tile kernel takes over once there are this many whole tiles a multiprocessor.
 TILES_PER_SM = 16
-# Up to this many requests each gets the same number of programs: the schedule takes longer than it can save.
-DIRECT_REQUESTS = 1
+# One request, or this many units of a request's tile, get the same number of programs each. In between the schedule evens
+# out unequal lengths for 3 to 8%; with many units it costs more. H200, 2026-11-29, 4 rows, 4096 keys, us with and without:
+# 16 heads: 8 requests 34.5 / 33.6, 32 requests 86.6 / 81.1, 128 requests 291.9 / 189.1;
+# 128 heads: 8 requests 142.6 / 111.8, 32 requests 405.5 / 359.7, 128 requests 1511 / 1397.
+DIRECT_REQUESTS, DIRECT_UNITS = 1, 64
 # More rows times heads make units of unequal lengths, which the schedule evens out.
 DIRECT_ROWS = 1024
 HOPPER_DIMS = (512, 64)
@@ -50,8 +53,10 @@ def choose_tiling(
     """
     if dtype == torch.float32:
         return Tiling(16, 16, 8 if latent_dim > 128 else 4, 1, 1)
-    direct = split and batch <= DIRECT_REQUESTS and rows <= DIRECT_ROWS
-    if hopper and split:
+    units = batch * -(-rows // TILE_ROWS)
+    direct = split and rows <= DIRECT_ROWS and (batch <= DIRECT_REQUESTS or units >= DIRECT_UNITS)
+    # A single unit has too few blocks to fill the pipeline: 13.3 us in plain tiles of 16 rows, 14.8 here.
+    if hopper and split and units > 1:
         return Tiling(TILE_ROWS, 64, 8, 2, 1, inline_merge=False, direct=direct, hopper=True)
     block_m = min(max(next_power_of_2(rows), 16), TILE_ROWS)
     if latent_dim <= 128:
@@ -59,7 +64,7 @@ def choose_tiling(
     # H200, 2026-11-29, 512 + 64, 16 heads, 4 rows, 4096 keys, us: one request 26.1 in tiles of 16 rows, 121 of 64;
     # 32 requests 103.8 in tiles of 64 by 32 keys, 109 of 32. The second kernel was the faster merge throughout.
     if batch <= 8 and rows <= 512:
-        return Tiling(16, 64, 4, 2, 2, inline_merge=False, direct=direct)
+        return Tiling(16, 64, 4, 2, 1, inline_merge=False, direct=direct)
     return Tiling(block_m, 32, 8 if block_m == TILE_ROWS else 4, 3, 1, inline_merge=False)
 
 

@@ -85,6 +85,34 @@ def test_the_hopper_kernel_of_mla(features, direct) -> None:
         assert_close_to_oracle(out, made.oracle())
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"query_lens": 4},
+        {"query_lens": [1, 6, 0, 3, 30]},
+        {"query_lens": 4, "page_size": 16, "table_columns": 20},
+        {"query_lens": 6, "tree_width": 6},
+        {"query_lens": 6, "tree_width": 40, "sinks": True},
+    ],
+)
+def test_the_hopper_kernel_reads_nothing_behind_the_page_table(features, direct) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    case = {"page_size": 64, "table_columns": 5, "num_heads": 16, **features}
+    made = make_mla_case(
+        seq_lens=(2100, 64, 322, 320, 333), latent_dim=512, rope_dim=64, dtype=torch.float16, device="cuda", **case
+    )
+    tiling = replace(HOPPER, direct=direct, programs_per_sm=2)
+    out = mla(*made.args(), **made.kwargs(), tiling=tiling, split=True)
+    assert_close_to_oracle(out, made.oracle())
+    lens = made.tensors["seq_lens"]
+    lens[1] = 0
+    wanted = mla(*made.args(), **made.kwargs(), tiling=tiling, split=True)
+    lens[1] = -7
+    assert torch.equal(mla(*made.args(), **made.kwargs(), tiling=tiling, split=True), wanted)
+
+
 def test_mla_takes_the_hopper_kernel_where_it_can(monkeypatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for compute capability 9.0")

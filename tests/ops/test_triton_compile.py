@@ -52,7 +52,9 @@ def test_mha_uses_tensor_cores_and_async_copies_without_spills(call) -> None:
         assert kernel["shared"] <= 227 * 1024
 
 
-@pytest.mark.parametrize("call", ["MlaCall()", "MlaCall(batch=8, num_heads=128, page_size=16, tree_width=4, sinks=True)"])
+@pytest.mark.parametrize(
+    "call", ["MlaCall(batch=2)", "MlaCall(batch=8, num_heads=128, page_size=16, tree_width=4, sinks=True)"]
+)
 def test_mla_uses_hopper_products_side_by_side(call) -> None:
     """40 products of one key block in two asynchronous groups and one that is waited for, not 40 times one and a wait."""
     kernel = compile_for_hopper(call)[0]

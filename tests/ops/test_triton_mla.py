@@ -74,5 +74,41 @@ def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap, direct) 
     check(tiling, True, dtype=torch.float16, query_lens=2, seq_lens=(200, 3, 17, 40, 1), page_size=16, num_heads=16)
 
 
+# The table ends inside the first and second request's keys; the second fills it behind the first one's end, so a read past
+# the first row of the table would meet another's keys.
+SHORT_TABLE = {"query_lens": 4, "seq_lens": (45, 60, 7), "page_size": 4, "table_columns": 7}
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"query_lens": [2, 40, 1]},
+        {"page_size": 16, "table_columns": 2},
+        {"page_size": 32, "table_columns": 1},
+        {"window": 30, "sinks": True},
+        {"tree_width": 30},
+        {"tree_width": 70, "seq_lens": (75, 90, 0)},
+        {"tree_width": 30, "window": 33},
+    ],
+)
+def test_keys_behind_the_page_table_do_not_exist(features, split) -> None:
+    """F34: rows keep the positions that the length says, and nothing behind a row of the table is read."""
+    case = {**SHORT_TABLE, **features}
+    check(split=split, **case)
+    if split:
+        check(Tiling(16, 16, 4, 2, 5, direct=True, inline_merge=False), True, **case)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_negative_length_is_no_keys(split) -> None:
+    made = make_mla_case(seq_lens=(9, 0, 13), query_lens=3, device=DEVICE)
+    out = mla(*made.args(), **made.kwargs(), split=split)
+    made.tensors["seq_lens"][1] = -7
+    assert torch.equal(mla(*made.args(), **made.kwargs(), split=split), out)
+    assert not out[3:6].any()
+
+
 def test_the_op_under_its_public_name() -> None:
     make_mla_case(query_lens=3, seq_lens=(19, 6), device=DEVICE).check("triton")

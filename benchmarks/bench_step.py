@@ -70,12 +70,15 @@ class Bench:
             partial.write_text(json.dumps(self.data, indent=1), encoding="utf-8")
             partial.replace(self.args.json)
 
+    def require(self, seconds: float) -> None:
+        """Raises TimeoutError if less time is left."""
+        if self.left() < seconds:
+            raise TimeoutError(f"{self.left():.0f} s of --seconds are left, and this takes up to {seconds:.0f}")
+
     @contextlib.contextmanager
-    def guard(self, kind: str, row: dict[str, Any], needs: float = 0.0) -> Any:
-        """Turns what goes wrong inside, or begins with less than ``needs`` seconds left, into a row with a reason."""
+    def guard(self, kind: str, row: dict[str, Any]) -> Any:
+        """Turns what goes wrong inside into a row with a reason."""
         try:
-            if self.left() < needs:
-                raise TimeoutError(f"{self.left():.0f} s of --seconds are left")
             yield
         except KeyboardInterrupt:
             raise
@@ -93,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return {}
     bench = Bench(args)
     for vocab in args.vocab:
-        with bench.guard("rows", {"vocab": vocab}, needs=10):
+        with bench.guard("rows", {"vocab": vocab}):
+            bench.require(10)
             measure(bench, vocab)
         if args.device == "cuda":
             torch.cuda.empty_cache()
@@ -150,7 +154,8 @@ def measure(bench: Bench, vocab: int) -> None:
 
     def timed(way: str, size: int, call: Callable[[], Any], result: Callable[[Any], Sequence[Tensor]] = tuple) -> None:
         row = {"vocab": vocab, "batch": size, "way": way}
-        with bench.guard("rows", row, needs=1), torch.no_grad():
+        with bench.guard("rows", row), torch.no_grad():
+            bench.require(1)
             # Batches share pages, so what is right is asked anew each time.
             wanted = step(**batches[size].as_dict())
             out = [tensor.clone() for tensor in result(call())]
@@ -165,7 +170,8 @@ def measure(bench: Bench, vocab: int) -> None:
     runner: DraftExtendRunner | None = None
     sizes = (*(size for size in BUCKETS if size < largest), largest)
     common: dict[str, Any] = {"tokens_per_request": WIDTH, "max_requests": largest, "max_pages": pages_each(args)}
-    with bench.guard("warm_up", {"vocab": vocab, "way": "direct"}, needs=25):
+    with bench.guard("warm_up", {"vocab": vocab, "way": "direct"}):
+        bench.require(25)
         runner = DraftExtendRunner(draft, draft.caches, mode="direct", buckets=sizes, **common)
         bench.add("warm_up", {"vocab": vocab, "way": "direct", **warm_up(runner)})
     if runner is not None:
@@ -183,7 +189,8 @@ def measure(bench: Bench, vocab: int) -> None:
                 name = "direct" if outputs_as == "copy" else "direct view"
                 timed(name, size, lambda batch=batch: runner(batch))
             inner.outputs = "copy"
-    with bench.guard("warm_up", {"vocab": vocab, "way": "reduce-overhead"}, needs=25):
+    with bench.guard("warm_up", {"vocab": vocab, "way": "reduce-overhead"}):
+        bench.require(25)
         overhead = DraftExtendRunner(draft, draft.caches, mode="reduce-overhead", buckets=args.batch, **common)
         bench.add("warm_up", {"vocab": vocab, "way": "reduce-overhead", **warm_up(overhead)})
         for size, batch in batches.items():
@@ -255,7 +262,8 @@ def measure_starts(bench: Bench) -> None:
             ("second start", "a", []),
             ("saved cache", "b", ["--load-cache", str(saved)]),
         ):
-            with bench.guard("process_start", {"way": name}, needs=25):
+            with bench.guard("process_start", {"way": name}):
+                bench.require(25)
                 bench.add("process_start", {"way": name, **start(bench, Path(folder) / cache, options)})
     seconds = {row["way"]: row["warm_up_s"] for row in bench.data["process_start"] if "warm_up_s" in row}
     for name in ("second start", "saved cache"):

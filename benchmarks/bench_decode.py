@@ -20,6 +20,8 @@ import gc
 import json
 import platform
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,7 @@ from specops.models import load_target
 from specops.models.eagle_checkpoint import load_head, shipped_head
 from specops.models.loading import open_checkpoint
 from specops.spec import Engine, SpecConfig
+from specops.spec.prefill import Forwards
 
 PROMPTS = Path(__file__).with_name("smollm2_prompts.json")
 PEERS = ("eager", "static", "lookup")
@@ -90,12 +93,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.warm_only:
+        warm_only(args)
+        return {}
     bench = Bench(args)
     prompts = json.loads(args.prompts.read_text(encoding="utf-8"))
     stops = tuple(prompts["eos_token_ids"])
     print(f"{bench.header['device_name']}, torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
     for dtype in args.dtypes:
         base = {"dtype": dtype}
+        if args.prewarm:
+            with bench.guard({**base, "system": "prewarm"}):
+                prewarm(bench, dtype)
         with bench.guard({**base, "system": "load"}):
             target = load_target(args.model, dtype=getattr(torch, dtype), device=args.device, backend=args.backend)
             head = load_head(args.head, target)
@@ -141,18 +150,8 @@ def measure_ours(
         if bench.left() < needed:
             raise OutOfTime(f"{bench.left():.0f} s are left, and the last warm-up took {needed / 1.2:.0f} s")
         begun = time.perf_counter()
-        engine = Engine(
-            target,
-            head,
-            config,
-            max_requests=max(args.batch),
-            max_context=max(map(len, prompts)) + args.tokens,
-            buckets=args.buckets,
-            mode=args.mode,
-            **args.engine_options,
-        )
-        engine.warm_up()
-        synchronize(engine.device)
+        engine = make_engine(args, target, head, config, prompts)
+        prepare(engine, args)
         warm = bench.header["last_warm_up_s"] = round(time.perf_counter() - begun, 2)
     if engine is None or warm is None:
         return
@@ -175,6 +174,71 @@ def measure_ours(
             bench.add({**row, "batch": batch, **best, **extra, "runner": compiled})
 
 
+def prepare(engine: Engine, args: argparse.Namespace) -> None:
+    """Compile and capture; with ``--prefill eager`` the prompts' forwards stay as they are, which halves the compiling."""
+    if args.prefill == "eager":
+        engine._forwards = Forwards(
+            engine.target,
+            engine.draft,
+            engine.page_size,
+            aux_layers=engine.draft.config.aux_layers if engine.draft is not None else (),
+        )
+    engine.warm_up()
+    synchronize(engine.device)
+
+
+def prewarm(bench: Bench, dtype: str) -> None:
+    """Fill the compile cache: a process for each engine, all at once, since one compile keeps one core busy."""
+    args = bench.args
+    common = [sys.executable, __file__, "--warm-only", "--model", str(args.model), "--head", str(args.head)]
+    common += ["--device", args.device, "--dtypes", dtype, "--batch", ",".join(map(str, args.batch)), "--mode", args.mode]
+    common += ["--tokens", str(args.tokens), "--prefill", args.prefill, "--prompts", str(args.prompts), "--no-prewarm"]
+    common += ["--buckets", ",".join(map(str, args.buckets or ())), "--backend", args.backend]
+    begun = time.perf_counter()
+    children = [
+        subprocess.Popen([*common, "--configs", config], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for config in ("", *map(label, args.configs))
+    ]
+    try:
+        for child in children:
+            limit = max(1.0, min(2 * args.max_compile, bench.left() / 2) - (time.perf_counter() - begun))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.communicate(timeout=limit)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
+    failed = sum(child.returncode != 0 for child in children)
+    took = round(time.perf_counter() - begun, 1)
+    bench.header[f"prewarm_{dtype}"] = {"seconds": took, "processes": len(children), "failed": failed}
+    print(f"{dtype:9} {len(children)} processes filled the compile cache in {took} s, {failed} did not end well", flush=True)
+
+
+def warm_only(args: argparse.Namespace) -> None:
+    prompts = json.loads(args.prompts.read_text(encoding="utf-8"))["prompts"]
+    target = load_target(args.model, dtype=getattr(torch, args.dtypes[0]), device=args.device, backend=args.backend)
+    head = load_head(args.head, target)
+    head.set_backend(args.backend)
+    for config in args.configs or [None]:
+        prepare(make_engine(args, target, head if config else None, config, prompts), args)
+
+
+def make_engine(
+    args: argparse.Namespace, target: Any, head: Any, config: SpecConfig | None, prompts: list[list[int]]
+) -> Engine:
+    return Engine(
+        target,
+        head,
+        config,
+        max_requests=max(args.batch),
+        max_context=max(map(len, prompts)) + args.tokens,
+        buckets=args.buckets,
+        mode=args.mode,
+        **args.engine_options,
+    )
+
+
 def run_ours(engine: Engine, groups: list[list[list[int]]], tokens: int, stops: Sequence[int]) -> dict[str, Any]:
     engine.stats.__init__()  # type: ignore[misc]
     synchronize(engine.device)
@@ -185,10 +249,13 @@ def run_ours(engine: Engine, groups: list[list[list[int]]], tokens: int, stops: 
     synchronize(engine.device)
     seconds = time.perf_counter() - begun
     count = sum(len(request.tokens) for request in requests)
+    decoding = seconds - engine.stats.seconds.get("prefill", 0.0)
     return {
         "tokens": count,
         "seconds": round(seconds, 4),
         "tokens_per_s": round(count / seconds, 2),
+        # A prefill ends with one token of each answer.
+        "tokens_per_s_without_prefill": round((count - len(requests)) / decoding, 2),
         "accepted_a_round": round(engine.stats.accepted_per_round, 3),
         "steps": engine.stats.steps,
         "phases_s": {name: round(value, 4) for name, value in engine.stats.seconds.items()},
@@ -236,7 +303,7 @@ def measure_phases(
             split=True,
             **args.engine_options,
         )
-        engine.warm_up()
+        prepare(engine, args)
         groups = grouped(prompts, batch, args.num_prompts)
         engine.generate(groups[0], max_new_tokens=WARM_TOKENS, stop_token_ids=stops)
         run = run_ours(engine, groups, args.tokens, stops)
@@ -511,6 +578,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pack", action=argparse.BooleanOptionalAction, default=True, help="CPU: weights laid out for few rows")
     add("--seconds", type=float, default=145.0 if cuda else 900.0, help="time of the whole run")
     add("--max-compile", type=float, default=75.0, help="most time of one warm-up")
+    add("--prefill", choices=("auto", "eager"), default="auto", help="eager: prompts' forwards are not compiled")
+    add("--prewarm", action=argparse.BooleanOptionalAction, default=cuda, help="compile in parallel processes first")
+    add("--warm-only", action="store_true", help=argparse.SUPPRESS)
     add("--threads", type=int, default=0)
     add("--json", type=Path)
     add("--plot", type=Path)

@@ -1,6 +1,6 @@
 """One op: write keys and values into a paged cache, attend to them, and compare with the float64 formula.
 
-    python examples/01_one_op.py
+python examples/01_one_op.py
 """
 
 import torch

@@ -51,10 +51,11 @@ def _rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
     same = "identical"
     if divergence is not None:
         gap, bound = divergence["top2_gap"], divergence["noise_bound"]
+        known = [("gap of the two best logits", gap), ("rounding bound", bound)]
         same = (
-            f"first differs in prompt {divergence['prompt'] + 1} at token {divergence['position'] + 1}: gap of the two best "
-            f"logits {'unknown' if gap is None else f'{gap:.4g}'}, rounding bound {'unknown' if bound is None else f'{bound:.4g}'}"
-            f"{', A FAULT' if divergence['fault'] else ', a tie'}"
+            f"first differs in prompt {divergence['prompt'] + 1} at token {divergence['position'] + 1}: "
+            + ", ".join(f"{label} {'unknown' if value is None else f'{value:.4g}'}" for label, value in known)
+            + (", A FAULT" if divergence["fault"] else ", a tie")
         )
     graphs = [
         (f"graph of {name}", "captured" if graph["captured"] else f"none: {graph['reason']}")

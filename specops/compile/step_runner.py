@@ -16,6 +16,7 @@ On a device without CUDA graphs the first two run the compiled step as it is. A 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import time
@@ -291,7 +292,7 @@ class StepRunner:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
                 self._call_compiled({**views, **handle})
             return None
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = _capture_stream(self.device)
         handle = self._planned(views)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -394,6 +395,12 @@ def _staging(table: FieldTable) -> Callable[[Mapping[str, Tensor], Mapping[str, 
         return FusedStaging(table)
     except ValueError:
         return table.copy_in
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One side stream for all captures of a device: libraries keep a workspace of tens of MiB for every stream they see."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _indexed(device: torch.device) -> torch.device:

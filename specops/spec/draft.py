@@ -16,7 +16,6 @@ from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
 from specops.metadata import attention_metadata
 from specops.spec.config import SpecConfig
-from specops.spec.largest import largest
 
 
 class DraftStep(nn.Module):
@@ -75,7 +74,7 @@ class DraftStep(nn.Module):
             all_tokens.append(children)
             all_scores.append(path_scores)
             all_parents.append(beam_index.repeat_interleave(topk, dim=1))
-            scores, best = largest(path_scores, topk)
+            scores, best = path_scores.topk(topk, dim=1)
             parent_beam = best // topk
             tokens = children.gather(1, best)
             beam_index = first + best
@@ -86,7 +85,7 @@ class DraftStep(nn.Module):
 
     def _best(self, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         """``[R, topk]`` log-probabilities and target ids of the likeliest tokens."""
-        values, draft_ids = largest(logits, topk)
+        values, draft_ids = logits.topk(topk, dim=1)
         scores = values.float() - logits.float().logsumexp(dim=1, keepdim=True)
         return scores, self.draft.to_target_ids(draft_ids)  # type: ignore[operator]
 

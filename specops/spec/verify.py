@@ -17,7 +17,6 @@ from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
 from specops.metadata import AttentionMetadata, attention_metadata, slots_of
 from specops.spec.config import SpecConfig
-from specops.spec.largest import largest
 from specops.spec.sampling import Sampler
 
 
@@ -196,8 +195,8 @@ def choose_next(
     Returns:
         ``[B]`` int64 tokens, ``[B]`` float32 gaps, and with a sampler ``[B]`` float32 log-probabilities.
     """
-    values, indices = largest(logits, 2)
-    tokens, gaps = indices[:, 0], (values[:, 0] - values[:, 1]).float()
+    best = logits.topk(2, dim=1)
+    tokens, gaps = best.indices[:, 0], (best.values[:, 0] - best.values[:, 1]).float()
     if sampler is None or rows is None:
         return tokens, gaps
     logits = logits[:, None]

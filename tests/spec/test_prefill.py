@@ -1,6 +1,6 @@
 """Prefill compiled for any number of rows: the ids of eager prefill, by two graphs a model.
 
-Here dynamo traces and guards but generates no code; tests/gpu runs inductor's.
+Here dynamo traces and guards but generates no code; decoding on a GPU uses inductor's.
 Run alone: pytest tests/spec/test_prefill.py
 """
 
@@ -11,7 +11,6 @@ import torch
 
 from specops.compile.report import compiled_graphs
 from specops.spec import Engine, SpecConfig
-from specops.spec.largest import largest
 from specops.spec.prefill import Forwards
 from tests.spec.toys import greedy, small_llama, target_of, untrained_head
 
@@ -32,14 +31,3 @@ def test_compiled_prefill_gives_the_ids_of_transformers_from_two_graphs_a_model(
     requests = engine.generate(PROMPTS, max_new_tokens=15)
     assert compiled_graphs() - before == 4
     assert [r.tokens for r in requests] == [greedy(judge, prompt, 15) for prompt in PROMPTS]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 2, 4, 8, 9])
-def test_largest_by_reductions_are_those_of_a_sort(count: int, dtype: torch.dtype) -> None:
-    logits = torch.randn(5, 3000, device="cuda").to(dtype)
-    values, indices = largest(logits, count)
-    assert torch.equal(values, logits.sort(dim=1, descending=True).values[:, :count])
-    assert torch.equal(logits.gather(1, indices), values)
-    assert all(len(set(row)) == count for row in indices.tolist())

@@ -4,7 +4,7 @@ VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test lint gpu-test bench clean
+.PHONY: venv demo test lint docs gpu-test bench clean
 
 venv: $(VENV)/.installed
 
@@ -26,6 +26,9 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: venv
+	$(BIN)/python docs/build_api.py
 
 gpu-test: venv
 	$(BIN)/python -m pytest -q -m gpu tests

@@ -59,6 +59,7 @@ SHARED_GRID: dict[str, dict[str, Any]] = {
     "strided-q": {"strided_q": True, "query_lens": (1, 4)},
 }
 
+# Every MHA case by name: the arguments of ``make_mha_case``.
 MHA_GRID: dict[str, dict[str, Any]] = {
     **SHARED_GRID,
     **{
@@ -76,6 +77,7 @@ MHA_GRID: dict[str, dict[str, Any]] = {
     "pages-hold-k-and-v-fp8": {"shared_storage": "pages", "fp8": True, "query_lens": 3},
 }
 
+# Every MLA case by name: the arguments of ``make_mla_case``.
 MLA_GRID: dict[str, dict[str, Any]] = {
     **SHARED_GRID,
     "heads-1": {"num_heads": 1, "query_lens": 2},

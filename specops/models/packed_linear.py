@@ -36,7 +36,7 @@ def can_pack(weight: Tensor) -> bool:
     """Whether this build and machine have a packed product for ``weight``."""
     if weight.device.type != "cpu" or weight.dtype not in MIN_ROWS or weight.dim() != 2:
         return False
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
         return False
     return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -98,19 +98,17 @@ def pack_linears(model: nn.Module) -> int:
         How many weights are packed now, those that were packed before included.
     """
     linears = [module for module in model.modules() if type(module) is nn.Linear and can_pack(module.weight)]
-    heads = [module for module in model.modules() if _draft_rows(module) is not None]
-    new = [linear.weight for linear in linears]
-    new += [rows for head in heads if (rows := _draft_rows(head)) is not None and head.packed_lm_head is None]
+    heads = [(module, rows) for module in model.modules() if (rows := _draft_rows(module)) is not None]
+    unpacked = [(head, rows) for head, rows in heads if head.packed_lm_head is None]
+    new: list[Tensor] = [linear.weight for linear in linears] + [rows for _, rows in unpacked]
     if sum(weight.numel() * weight.element_size() for weight in new) <= MEMORY_SHARE * _free_memory():
         for linear in linears:
             # The class alone changes: names, parameters and hooks stay.
             linear.__class__ = PackedLinear
             object.__setattr__(linear, "packed", PackedWeight(linear.weight))
-        for head in heads:
-            rows = _draft_rows(head)
-            if head.packed_lm_head is None and rows is not None:
-                object.__setattr__(head, "packed_lm_head", PackedWeight(rows))
-    packed_heads = sum(head.packed_lm_head is not None for head in heads)
+        for head, rows in unpacked:
+            object.__setattr__(head, "packed_lm_head", PackedWeight(rows))
+    packed_heads = sum(head.packed_lm_head is not None for head, _ in heads)
     return sum(isinstance(module, PackedLinear) for module in model.modules()) + packed_heads
 
 
@@ -119,7 +117,7 @@ def unpack_linears(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             object.__delattr__(module, "packed")
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
         elif _draft_rows(module) is not None:
             object.__setattr__(module, "packed_lm_head", None)
 

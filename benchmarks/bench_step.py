@@ -317,7 +317,7 @@ def process_start(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each way over the raw graph, by latency, for each vocabulary and batch."""
+    """Each way over the raw graph, for each vocabulary and batch: by latency, and with the next call queued."""
     found = []
     for vocab, batch in dict.fromkeys((row["vocab"], row["batch"]) for row in rows if "latency_us" in row):
         mine = {
@@ -326,7 +326,8 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raw = mine.get("raw graph")
         if raw is not None:
             entry: dict[str, Any] = {"vocab": vocab, "batch": batch, "raw_us": raw["latency_us"]}
-            entry.update({way: round(row["latency_us"] / raw["latency_us"], 3) for way, row in mine.items()})
+            for figure in ("latency_us", "back_to_back_us"):
+                entry[figure] = {way: round(row[figure] / raw[figure], 3) for way, row in mine.items()}
             found.append(entry)
     return found
 

@@ -20,7 +20,8 @@ demo: venv
 	$(BIN)/specops demo
 
 test: venv
-	$(BIN)/python -m pytest -q tests
+	# A worker a core and a thread a worker; a file stays with one worker, which shares its models.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile tests
 
 lint: venv
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ class AttentionMetadata:
         layout: how rows belong to requests.
         tree_mask: ``[T, W]`` bool or None, see :func:`specops.ops.mha`.
         plan: handle of a planned backend, or None.
+        page_size: tokens per page that ``slots`` were computed with; layers refuse a cache of another.
     """
 
     positions: Tensor
@@ -35,6 +36,19 @@ class AttentionMetadata:
     layout: QueryLayout
     tree_mask: Tensor | None = None
     plan: Tensor | None = None
+    page_size: int | None = None
+
+    def check_page_size(self, page_size: int) -> None:
+        """Refuse a cache whose pages are not the ones the slots were computed for.
+
+        Raises:
+            ValueError: naming both sizes.
+        """
+        if self.page_size is not None and self.page_size != page_size:
+            raise ValueError(
+                f"slots were computed for pages of {self.page_size} tokens and the cache has pages of {page_size}; pass the "
+                "cache's page_size to attention_metadata"
+            )
 
 
 def attention_metadata(
@@ -84,7 +98,7 @@ def attention_metadata(
         if tree_mask is None:
             raise ValueError("depths need the tree_mask they belong to")
         positions = seq_lens.long()[request] - tree_mask.shape[1] + depths
-    return AttentionMetadata(positions.clamp(min=0), slots, page_table, seq_lens, layout, tree_mask, plan)
+    return AttentionMetadata(positions.clamp(min=0), slots, page_table, seq_lens, layout, tree_mask, plan, page_size)
 
 
 def slots_of(places: Tensor, requests: Tensor, page_table: Tensor, page_size: int) -> Tensor:

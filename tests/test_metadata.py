@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specops import AttentionMetadata, QueryLayout, attention_metadata, ops
+from specops import AttentionMetadata, PagedAttention, PagedKVCache, QueryLayout, attention_metadata, ops
 from specops.metadata import slots_of
 
 
@@ -149,3 +149,13 @@ def test_nothing_of_the_first_call_is_frozen_into_the_compiled_graph() -> None:
             assert meta.slots.tolist() == want.slots.tolist()
             torch.testing.assert_close(out, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+def test_f14_a_layer_refuses_metadata_made_for_another_page_size() -> None:
+    cache = PagedKVCache(8, 4, 1, 8, dtype=torch.float32)
+    layer = PagedAttention(1, 1, 8, cache=cache)
+    rows = torch.randn(2, 1, 8)
+    table, lens = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    layer(rows, rows, rows, attention_metadata(table, lens, QueryLayout.uniform(2), 4))
+    with pytest.raises(ValueError, match="computed for pages of 8 tokens and the cache has pages of 4"):
+        layer(rows, rows, rows, attention_metadata(table, lens, QueryLayout.uniform(2), 8))

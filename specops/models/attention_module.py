@@ -78,6 +78,7 @@ class PagedAttention(nn.Module):
 
         Raises:
             RuntimeError: if the layer has no cache yet.
+            ValueError: if the metadata was made for another page size.
         """
         return self.attend(q, k, v, meta)
 
@@ -86,6 +87,7 @@ class PagedAttention(nn.Module):
         cache = self.cache
         if cache is None:
             raise RuntimeError("this attention layer has no KV cache; call allocate_caches() on its model, or set .cache")
+        meta.check_page_size(cache.page_size)
         ops.store_kv(cache.k, cache.v, k, v, meta.slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
         return ops.mha(
             q,

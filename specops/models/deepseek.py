@@ -179,6 +179,7 @@ class LatentAttention(nn.Module):
             query = self.query_up(self.query_norm(query))
         query = query.view(x.shape[0], self.num_heads, self.nope_dim + self.rope_dim)
         key_rope = rotate(key_rope.unsqueeze(1), rope).squeeze(1)
+        meta.check_page_size(cache.page_size)
         ops.store_latent(cache.kv, self.latent_norm(latent), key_rope, meta.slots, kv_scale=cache.kv_scale)
         kv_up = self.kv_up.view(self.num_heads, self.nope_dim + self.value_dim, self.latent_dim)
         key_up, value_up = kv_up[:, : self.nope_dim], kv_up[:, self.nope_dim :]

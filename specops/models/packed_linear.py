@@ -20,6 +20,7 @@ loading and moving a packed model work as usual; the copy doubles the weights' m
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,10 @@ class PackedWeight:
                 return F.linear(x, weight, bias)
             self._refresh(weight)
         return _multiply(x, self._packed, bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the packed copy, which has no storage to copy or save; a copy of the model packs at its first use."""
+        return {**self.__dict__, "_packed": None, "_address": None}
 
     def _refresh(self, weight: Tensor) -> None:
         with torch.no_grad():

@@ -5,6 +5,8 @@ Run alone: OMP_NUM_THREADS=1 pytest tests/models/test_packed_linear.py
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -163,3 +165,15 @@ def test_an_engine_told_so_packs_nothing(packed_calls: list[int]) -> None:
     engine = Engine(target, max_requests=2, max_context=64, page_size=4, pack_weights=False)
     engine.generate(PROMPTS[:2], max_new_tokens=4)
     assert packed_calls == []
+
+
+def test_a_packed_model_can_be_copied_and_the_copy_stands_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48)).requires_grad_(False)
+    pack_linears(model)
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
+        other = copy.deepcopy(model)
+        other[0].weight.mul_(2)
+        torch.testing.assert_close(model(x), expected)
+        torch.testing.assert_close(other(x) - other[0].bias, 2 * (expected - model[0].bias))

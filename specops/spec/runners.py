@@ -84,8 +84,7 @@ class RoundRunners:
         self.sampler: Sampler | None = None
         self.runners: dict[str, StepRunner] = {}
         self._main: dict[Variant, StepRunner] = {}
-        self._last: tuple[StepRunner, int] | None = None
-        self._last_rows: Tensor | None = None
+        self._last: tuple[StepRunner, Tensor] | None = None
         self._drafting = None if draft is None else DraftStep(draft, page_size, config)
         if self.split:
             self._build_split()
@@ -141,8 +140,8 @@ class RoundRunners:
             return self._run_split(rows, runner)
         started = time.perf_counter()
         # The engine makes a new tensor whenever the batch changes, and never writes into one.
-        unchanged, self._last = self._last == (runner, id(rows)), (runner, id(rows))
-        self._last_rows = rows
+        unchanged = self._last is not None and self._last[0] is runner and self._last[1] is rows
+        self._last = runner, rows
         packed = runner({"rows": rows}, unchanged=unchanged)[0]
         result = unpack(packed, 1 if self.draft is None else self.config.width)
         self.clock(self._main["greedy"].name, started)

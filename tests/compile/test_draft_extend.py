@@ -269,3 +269,26 @@ def test_inductor_on_the_cpu_gives_the_same_and_says_why_there_is_no_graph() -> 
     assert report.reason == "cpu has no CUDA graphs"
     assert report.compiled_graphs == 1
     assert "none" in str(report)
+
+
+def test_a_batch_vouched_for_is_staged_once_and_again_when_another_stood_in_the_buffers() -> None:
+    draft = tiny_draft()
+    runner = runner_for(draft, "direct")
+    step = runner.runner
+    first, second = batch_of([14, 20], [2, 5]), batch_of([9, 31], [6, 1], seed=5)
+
+    def matches(batch: DraftExtendBatch, given: DraftExtendBatch, unchanged: bool) -> None:
+        fill(draft)
+        expected = plain(draft, batch)[0]
+        fill(draft)
+        torch.testing.assert_close(step(given.as_dict(), unchanged=unchanged)[0], expected, rtol=1e-4, atol=1e-5)
+
+    matches(first, first, unchanged=False)
+    matches(first, second, unchanged=True)
+    matches(second, second, unchanged=False)
+    third = batch_of([9, 31, 12], [6, 1, 2], seed=6)
+    matches(third, third, unchanged=True)
+    matches(first, first, unchanged=True)
+    draft.allocate_caches(90, PAGE)
+    with pytest.warns(GraphLost, match="recording again"):
+        matches(first, first, unchanged=True)

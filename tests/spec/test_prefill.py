@@ -31,3 +31,17 @@ def test_compiled_prefill_gives_the_ids_of_transformers_from_two_graphs_a_model(
     requests = engine.generate(PROMPTS, max_new_tokens=15)
     assert compiled_graphs() - before == 4
     assert [r.tokens for r in requests] == [greedy(judge, prompt, 15) for prompt in PROMPTS]
+
+
+def test_rounds_behind_a_runner_follow_every_change_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = small_llama()
+    target = target_of(judge)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, **options: real(step, **{**options, "backend": "eager"}))
+    head = untrained_head(target)
+    engine = Engine(target, head, SpecConfig(2), max_requests=2, max_context=64, page_size=4, mode="direct")
+    counts = [4, 9, 6, 11, 5, 7]
+    requests = [engine.add(prompt, max_new_tokens=count) for prompt, count in zip(PROMPTS, counts, strict=True)]
+    while engine.has_work:
+        engine.step()
+    assert [r.tokens for r in requests] == [greedy(judge, p, n) for p, n in zip(PROMPTS, counts, strict=True)]

@@ -21,7 +21,7 @@ from specops import ops
 from specops.kv_cache import PagedLatentCache
 from specops.metadata import AttentionMetadata
 from specops.models.config import ModelConfig, rope_from_hf, token_ids, yarn_mscale
-from specops.models.llama import CausalLM, DecoderLayer, RMSNorm
+from specops.models.llama import CausalLM, DecoderLayer, Reduce, RMSNorm
 from specops.models.rotary import Rope, rotate
 from specops.models.weights import Piece, mlp_pieces, norm_pieces, whole_pieces
 
@@ -135,9 +135,11 @@ class LatentAttention(nn.Module):
         query_up: from the query's bottleneck to its heads, or None.
         kv_up: ``[H * (nope_dim + value_dim), latent_dim]``, per head the key's then the value's up-projection.
         cache: the layer's :class:`~specops.kv_cache.PagedLatentCache`, or None.
+        reduce: sums the output over ranks where each holds a part of the heads (:mod:`specops.models.parallel`).
     """
 
     cache: PagedLatentCache | None
+    reduce: Reduce | None = None
 
     def __init__(self, config: LatentConfig, layer_index: int = 0) -> None:
         super().__init__()
@@ -198,7 +200,8 @@ class LatentAttention(nn.Module):
             backend=self.backend,
         )
         values = torch.bmm(mixed.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
-        return cast(Tensor, self.o(values.flatten(1)))
+        out = self.o(values.flatten(1))
+        return cast(Tensor, out if self.reduce is None else self.reduce(out))
 
 
 class DeepseekDecoderLayer(DecoderLayer):

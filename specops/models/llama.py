@@ -27,6 +27,7 @@ from specops.models.attention_module import PagedAttention
 from specops.models.config import ModelConfig
 from specops.models.rotary import Rope, Rotary, rotate
 
+Reduce = Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -57,7 +58,13 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated MLP; ``gate_up`` holds the gate's rows, then the up projection's."""
+    """Gated MLP; ``gate_up`` holds the gate's rows, then the up projection's.
+
+    Attributes:
+        reduce: sums the output over ranks where each holds a part of the rows (:mod:`specops.models.parallel`).
+    """
+
+    reduce: Reduce | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -67,7 +74,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return cast(Tensor, self.down(self.act(gate) * up))
+        out = self.down(self.act(gate) * up)
+        return cast(Tensor, out if self.reduce is None else self.reduce(out))
 
 
 class Attention(PagedAttention):
@@ -82,8 +90,11 @@ class Attention(PagedAttention):
         qkv: one projection; rows of q, then k, then v.
         o: output projection.
         qk_norm: RMSNorm with one weight row per q and k head, or None.
+        reduce: sums the output over ranks where each holds a part of the heads (:mod:`specops.models.parallel`).
         cache, window, backend, ...: as :class:`PagedAttention`.
     """
+
+    reduce: Reduce | None = None
 
     def __init__(self, config: ModelConfig, layer_index: int = 0, *, input_size: int | None = None) -> None:
         super().__init__(
@@ -111,7 +122,8 @@ class Attention(PagedAttention):
             qk = self.qk_norm(qk)
         qk = rotate(qk, rope)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return cast(Tensor, self.o(self.attend(q, k, v, meta).flatten(1)))
+        out = self.o(self.attend(q, k, v, meta).flatten(1))
+        return cast(Tensor, out if self.reduce is None else self.reduce(out))
 
 
 class DecoderLayer(nn.Module):

@@ -2,7 +2,9 @@
 
 from specops.ops.attention import mha, mla
 from specops.ops.attention_checks import checked
-from specops.ops.backends import AttentionRequest, Capabilities, UnsupportedAttention, backends, register_backend
+from specops.ops.backends import UnsupportedAttention, add_backend, backends, register_backend
+from specops.ops.builtin import BUILTIN
+from specops.ops.capabilities import AttentionRequest, Capabilities
 from specops.ops.sampling import verify_sampling
 from specops.ops.store_kv import move_kv, move_latent, store_kv, store_latent
 from specops.ops.tree import build_tree, verify_greedy
@@ -24,3 +26,6 @@ __all__ = [
     "verify_greedy",
     "verify_sampling",
 ]
+
+for _backend in BUILTIN:
+    add_backend(_backend)

@@ -1,200 +1,50 @@
-"""Which backend can serve which attention call: capabilities as data, reasons in words, and the order of ``auto``.
+"""The registry of backends: which can serve a call, the order of ``auto``, and the torch op that each one becomes.
 
-A call is described by an :class:`AttentionRequest`. Each :class:`Backend` declares :class:`Capabilities`; comparing the
-two gives a list of reasons, empty when the backend can serve. ``auto`` takes the first capable backend of its family in
-``AUTO_ORDER``. Nothing here asks for a type, and nothing here imports a kernel: a backend's kernel is named by its import
-path and loaded at its first call, so optional packages are needed only by who uses them.
+A call is described by an :class:`AttentionRequest` and a backend by its :class:`Capabilities`, both of ``capabilities.py``.
+``auto`` takes the first capable backend of its family in ``AUTO_ORDER``. Nothing here asks for a type, and nothing here
+imports a kernel: a backend's kernel is named by its import path and loaded at its first call, so optional packages are
+needed only by who uses them.
 
-A backend from outside joins through :func:`register_backend` and is a torch op like the built-in ones.
+The built-in backends are the table in ``builtin.py``, added when ``specops.ops`` is imported. A backend from outside joins
+through :func:`register_backend` and is a torch op like the built-in ones.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specops.layout import QueryLayout
 from specops.ops import contracts
+from specops.ops.capabilities import FEATURES, FP8, AttentionRequest, Capabilities, Family, join
 
-Family = Literal["mha", "mla"]
-FEATURES = ("window", "softcap", "sinks", "tree_mask", "wide_tree_mask", "fp8_kv")
-FP8 = torch.float8_e4m3fn
-HALF = (torch.float16, torch.bfloat16)
-FLOATS = (*HALF, torch.float32)
+__all__ = [
+    "AUTO_ORDER",
+    "FEATURES",
+    "FP8",
+    "AttentionRequest",
+    "Backend",
+    "Capabilities",
+    "Family",
+    "UnsupportedAttention",
+    "add_backend",
+    "backends",
+    "capable_backends",
+    "compute_capability",
+    "device_kind",
+    "get_backend",
+    "load_callable",
+    "register_backend",
+    "resolve",
+]
 
 # torch calls an AMD device "cuda" too; capability tables tell them apart.
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "hip": "CUDA", "musa": "PrivateUse1"}
-
-
-@dataclass(frozen=True)
-class AttentionRequest:
-    """What one attention call asks of a backend. All constants of a compiled graph; no tensor, no data."""
-
-    family: Family
-    device_type: str
-    compute_capability: tuple[int, int] | None
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    page_size: int
-    layout: str
-    max_query_len: int
-    features: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend takes. None means that the backend sets no limit there.
-
-    Attributes:
-        device_types: of ``cpu``, ``cuda``, ``hip`` (AMD), ``musa``.
-        compute_capabilities: CUDA compute capabilities, such as ``((9, 0),)``; a minor of -1 stands for any.
-        min_compute_capability: the lowest CUDA compute capability.
-        q_dtypes, kv_dtypes: dtypes of query and cache. A cache that is not fp8 must have the query's dtype unless
-            ``mixed_dtypes`` is set.
-        fp8_min_compute_capability: the lowest CUDA compute capability that serves fp8 caches, where it is not the lowest
-            of all.
-        head_dims: allowed ``(key dim, value dim)`` pairs, or single numbers for equal dims. For MLA the pair is
-            ``(latent + rotary, latent)``.
-        page_sizes: allowed page sizes.
-        layouts: of ``uniform``, ``packed``.
-        max_query_len: the widest request.
-        group_sizes: allowed query heads per KV head.
-        features: of ``FEATURES``. ``tree_mask`` masks the request's own rows; ``wide_tree_mask`` also takes masks wider
-            than the row block (multi-step drafting).
-        not_together: sets of features that are served one by one but not in one call.
-        interpreted_on: device types served through Triton's interpreter alone, that is with ``TRITON_INTERPRET=1``.
-        graph_safe: whether the op may be captured into a CUDA graph.
-        needs_plan: whether the op needs its host plan hook called before each step.
-        packages: importable names the kernel needs.
-        extra: the pip extra that brings them.
-        also: further sets of limits, for a backend whose kernels differ by device generation or layout. A call is
-            served if one set admits it; reasons come from the set that fits the device and the layout best.
-    """
-
-    device_types: tuple[str, ...]
-    compute_capabilities: tuple[tuple[int, int], ...] | None = None
-    min_compute_capability: tuple[int, int] | None = None
-    q_dtypes: tuple[torch.dtype, ...] | None = None
-    kv_dtypes: tuple[torch.dtype, ...] | None = None
-    fp8_min_compute_capability: tuple[int, int] | None = None
-    mixed_dtypes: bool = False
-    head_dims: tuple[int | tuple[int, int], ...] | None = None
-    page_sizes: tuple[int, ...] | None = None
-    layouts: tuple[str, ...] = ("uniform", "packed")
-    max_query_len: int | None = None
-    group_sizes: tuple[int, ...] | None = None
-    features: tuple[str, ...] = ()
-    not_together: tuple[tuple[str, ...], ...] = ()
-    interpreted_on: tuple[str, ...] = ()
-    graph_safe: bool = True
-    needs_plan: bool = False
-    packages: tuple[str, ...] = ()
-    extra: str | None = None
-    also: tuple[Capabilities, ...] = ()
-
-    def why_not(self, request: AttentionRequest) -> list[str]:
-        """Reasons, in words, why a backend with these capabilities can't serve ``request``; empty when it can."""
-        device_reasons = self.device_reasons(request)
-        if device_reasons:
-            return device_reasons + self.missing_packages()
-        on_device = [limits for limits in (self, *self.also) if not limits._own_device_reasons(request)]
-        found = [limits._own_reasons(request) for limits in on_device]
-        in_layout = [reasons for limits, reasons in zip(on_device, found, strict=True) if request.layout in limits.layouts]
-        return min(in_layout or found, key=len)
-
-    def device_reasons(self, request: AttentionRequest) -> list[str]:
-        """Why the device alone rules every set of limits out; empty when one set admits it."""
-        sets = (self, *self.also)
-        reasons = [limits._own_device_reasons(request) for limits in sets]
-        if not all(reasons):
-            return []
-        if not self.also or request.device_type not in self.device_types or request.compute_capability is None:
-            return reasons[0]
-        allowed = dict.fromkeys(pair for limits in sets for pair in limits.compute_capabilities or ())
-        return [f"compute capability {_dotted(request.compute_capability)} (it runs on {_join(map(_dotted, allowed))})"]
-
-    def _own_reasons(self, request: AttentionRequest) -> list[str]:
-        reasons = [*self._dtype_reasons(request), *self._shape_reasons(request)]
-        if request.layout not in self.layouts:
-            reasons.append(f"{request.layout} layout (it takes {_join(self.layouts)})")
-        missing = [feature for feature in request.features if feature not in self.features]
-        if missing:
-            reasons.append(f"{_join(missing)} (it has {_join(self.features) or 'no optional feature'})")
-        for together in self.not_together:
-            if all(feature in request.features for feature in together):
-                reasons.append(f"{' and '.join(together)} in one call (it has each alone)")
-        reasons.extend(self.missing_packages())
-        return reasons
-
-    @property
-    def all_device_types(self) -> tuple[str, ...]:
-        return (*self.device_types, *self.interpreted_on)
-
-    def missing_packages(self) -> list[str]:
-        absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        if not absent:
-            return []
-        how = f": pip install 'specops[{self.extra}]'" if self.extra else ""
-        return [f"package {_join(absent)} is not installed{how}"]
-
-    def _own_device_reasons(self, request: AttentionRequest) -> list[str]:
-        if request.device_type in self.interpreted_on:
-            if os.environ.get("TRITON_INTERPRET") == "1":
-                return []
-            return [f"device type {request.device_type} (only under Triton's interpreter, TRITON_INTERPRET=1)"]
-        if request.device_type not in self.device_types:
-            return [f"device type {request.device_type} (it runs on {_join(self.device_types)})"]
-        capability = request.compute_capability
-        if capability is None or request.device_type != "cuda":
-            return []
-        if self.min_compute_capability is not None and capability < self.min_compute_capability:
-            return [f"compute capability {_dotted(capability)} (it needs {_dotted(self.min_compute_capability)} or later)"]
-        allowed = self.compute_capabilities
-        if allowed is not None and not any(capability[0] == a and b in (-1, capability[1]) for a, b in allowed):
-            return [f"compute capability {_dotted(capability)} (it runs on {_join(map(_dotted, allowed))})"]
-        return []
-
-    def _dtype_reasons(self, request: AttentionRequest) -> list[str]:
-        reasons = []
-        if self.q_dtypes is not None and request.q_dtype not in self.q_dtypes:
-            reasons.append(f"query dtype {_short(request.q_dtype)} (it takes {_join(map(_short, self.q_dtypes))})")
-        if self.kv_dtypes is not None and request.kv_dtype not in self.kv_dtypes:
-            reasons.append(f"cache dtype {_short(request.kv_dtype)} (it takes {_join(map(_short, self.kv_dtypes))})")
-        elif request.kv_dtype not in (FP8, request.q_dtype) and not self.mixed_dtypes:
-            reasons.append(
-                f"cache dtype {_short(request.kv_dtype)} with a {_short(request.q_dtype)} query (it takes equal ones)"
-            )
-        capability, lowest = request.compute_capability, self.fp8_min_compute_capability
-        if request.kv_dtype == FP8 and capability is not None and lowest is not None and capability < lowest:
-            reasons.append(f"an fp8 cache on compute capability {_dotted(capability)} (it needs {_dotted(lowest)} or later)")
-        return reasons
-
-    def _shape_reasons(self, request: AttentionRequest) -> list[str]:
-        reasons = []
-        if self.head_dims is not None:
-            pairs = [dim if isinstance(dim, tuple) else (dim, dim) for dim in self.head_dims]
-            if (request.head_dim, request.value_dim) not in pairs:
-                asked = _dims(request.head_dim, request.value_dim)
-                reasons.append(f"head dim {asked} (it takes {_join(_dims(*pair) for pair in pairs)})")
-        if self.page_sizes is not None and request.page_size not in self.page_sizes:
-            reasons.append(f"page size {request.page_size} (it takes {_join(self.page_sizes)})")
-        if self.max_query_len is not None and request.max_query_len > self.max_query_len:
-            reasons.append(f"{request.max_query_len} query rows per request (it takes up to {self.max_query_len})")
-        group = request.num_heads // max(request.num_kv_heads, 1)
-        if self.group_sizes is not None and group not in self.group_sizes:
-            reasons.append(f"{group} query heads per KV head (it takes {_join(self.group_sizes)})")
-        return reasons
 
 
 @dataclass(frozen=True)
@@ -253,7 +103,7 @@ def get_backend(name: str, family: Family) -> Backend:
     found = _BACKENDS.get((family, name))
     if found is None:
         raise UnsupportedAttention(
-            f"no {family} backend is called {name!r}; there are {_join(b.name for b in backends(family))}"
+            f"no {family} backend is called {name!r}; there are {join(b.name for b in backends(family))}"
         )
     return found
 
@@ -281,7 +131,7 @@ def resolve(name: str, request: AttentionRequest) -> Backend:
     reasons = backend.capabilities.why_not(request)
     if reasons:
         able = capable_backends(request)
-        others = f"Backends that can: {_join(able)}." if able else "No other backend can."
+        others = f"Backends that can: {join(able)}." if able else "No other backend can."
         raise UnsupportedAttention(f"{backend.op_name} cannot serve this: {', '.join(reasons)}. {others}")
     return backend
 
@@ -465,272 +315,10 @@ def _checked_capabilities(
     ):
         unknown = [value for value in values if value not in known]
         if unknown:
-            raise ValueError(f"unknown {label} {_join(unknown)}; known are {_join(known)}")
+            raise ValueError(f"unknown {label} {join(unknown)}; known are {join(known)}")
     names = set(Capabilities.__dataclass_fields__) - {"device_types", "layouts", "features"}
     unknown = sorted(set(limits) - names)
     if unknown:
-        raise ValueError(f"unknown limit {_join(unknown)}; known are {_join(sorted(names))}")
+        raise ValueError(f"unknown limit {join(unknown)}; known are {join(sorted(names))}")
     limits = {name: tuple(value) if isinstance(value, list) else value for name, value in limits.items()}
     return Capabilities(device_types=device_types, layouts=layouts, features=features, **limits)
-
-
-def _join(items: Iterable[object]) -> str:
-    return ", ".join(str(item) for item in items)
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.x" if capability[1] < 0 else f"{capability[0]}.{capability[1]}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dims(head_dim: int, value_dim: int) -> str:
-    return str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
-
-
-EVERY_DEVICE = ("cpu", "cuda", "hip", "musa")
-EVERY_FEATURE = FEATURES
-
-XQA_MHA = Capabilities(
-    ("cuda",),
-    compute_capabilities=((9, 0), (12, -1)),
-    q_dtypes=HALF,
-    kv_dtypes=(*HALF, FP8),
-    head_dims=(64, 128, 256),
-    page_sizes=(16, 32, 64, 128),
-    layouts=("uniform",),
-    max_query_len=32,
-    group_sizes=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 32),
-    features=("window", "sinks", "tree_mask", "fp8_kv"),
-    not_together=(("window", "tree_mask"), ("window", "fp8_kv"), ("tree_mask", "sinks"), ("sinks", "fp8_kv")),
-    packages=("flashinfer",),
-    extra="flashinfer",
-)
-TRTLLM_GEN_MHA = Capabilities(
-    ("cuda",),
-    compute_capabilities=((10, 0), (10, 3)),
-    q_dtypes=HALF,
-    kv_dtypes=(*HALF, FP8),
-    head_dims=(64, 128, 256),
-    page_sizes=(16, 32, 64),
-    layouts=("uniform",),
-    max_query_len=32,
-    features=("window", "sinks", "fp8_kv"),
-    packages=("flashinfer",),
-    extra="flashinfer",
-    also=(
-        Capabilities(
-            ("cuda",),
-            compute_capabilities=((10, 0), (10, 3)),
-            q_dtypes=HALF,
-            kv_dtypes=HALF,
-            head_dims=(64, 128, 256),
-            page_sizes=(16, 32, 64),
-            layouts=("packed",),
-            features=("window", "sinks"),
-            packages=("flashinfer",),
-            extra="flashinfer",
-        ),
-    ),
-)
-BUILTIN = (
-    Backend(
-        "reference",
-        "mha",
-        Capabilities(EVERY_DEVICE, features=EVERY_FEATURE, mixed_dtypes=True),
-        "specops.ops.reference:mha",
-        source="readable PyTorch, float32 accumulation",
-    ),
-    Backend(
-        "reference",
-        "mla",
-        Capabilities(EVERY_DEVICE, features=EVERY_FEATURE, mixed_dtypes=True),
-        "specops.ops.reference:mla",
-        source="readable PyTorch, float32 accumulation",
-    ),
-    Backend(
-        "cpu",
-        "mha",
-        Capabilities(("cpu",), features=EVERY_FEATURE),
-        "specops.ops.cpu:mha",
-        source="vectorised PyTorch for CPUs",
-    ),
-    Backend(
-        "cpu",
-        "mla",
-        Capabilities(("cpu",), features=EVERY_FEATURE),
-        "specops.ops.cpu:mla",
-        source="vectorised PyTorch for CPUs",
-    ),
-    Backend(
-        "triton",
-        "mha",
-        Capabilities(
-            ("cuda", "hip"),
-            interpreted_on=("cpu",),
-            min_compute_capability=(8, 0),
-            q_dtypes=FLOATS,
-            kv_dtypes=(*FLOATS, FP8),
-            fp8_min_compute_capability=(8, 9),
-            features=EVERY_FEATURE,
-            packages=("triton",),
-            extra="triton",
-        ),
-        "specops.ops.triton_mha:mha",
-        source="specops Triton kernels",
-    ),
-    Backend(
-        "triton",
-        "mla",
-        Capabilities(
-            ("cuda", "hip"),
-            interpreted_on=("cpu",),
-            min_compute_capability=(8, 0),
-            q_dtypes=FLOATS,
-            kv_dtypes=(*FLOATS, FP8),
-            fp8_min_compute_capability=(8, 9),
-            features=EVERY_FEATURE,
-            packages=("triton",),
-            extra="triton",
-        ),
-        "specops.ops.triton_mla:mla",
-        source="specops Triton kernels",
-    ),
-    Backend(
-        "trtllm",
-        "mha",
-        replace(XQA_MHA, also=(TRTLLM_GEN_MHA, *TRTLLM_GEN_MHA.also)),
-        "specops.ops.trtllm_mha:mha",
-        source="TensorRT-LLM through flashinfer-python: XQA on 9.0 and 12.x, TRT-LLM-gen on 10.x",
-    ),
-    Backend(
-        "trtllm",
-        "mla",
-        Capabilities(
-            ("cuda",),
-            compute_capabilities=((10, 0), (10, 3)),
-            q_dtypes=(torch.bfloat16,),
-            kv_dtypes=(torch.bfloat16,),
-            head_dims=((576, 512), (320, 256)),
-            page_sizes=(32, 64),
-            layouts=("uniform",),
-            max_query_len=32,
-            features=("sinks",),
-            packages=("flashinfer",),
-            extra="flashinfer",
-            also=(
-                Capabilities(
-                    ("cuda",),
-                    compute_capabilities=((12, -1),),
-                    q_dtypes=(torch.bfloat16,),
-                    kv_dtypes=(torch.bfloat16,),
-                    head_dims=((576, 512),),
-                    page_sizes=(16, 32, 64, 128),
-                    layouts=("uniform",),
-                    max_query_len=32,
-                    group_sizes=(128,),
-                    packages=("flashinfer",),
-                    extra="flashinfer",
-                ),
-            ),
-        ),
-        "specops.ops.trtllm_mla:mla",
-        source="TensorRT-LLM through flashinfer-python: TRT-LLM-gen on 10.x, XQA on 12.x",
-    ),
-    Backend(
-        "flashinfer_fa2",
-        "mha",
-        Capabilities(
-            ("cuda",),
-            min_compute_capability=(8, 0),
-            q_dtypes=HALF,
-            kv_dtypes=(*HALF, FP8),
-            head_dims=(64, 128, 256),
-            features=EVERY_FEATURE,
-            not_together=(("sinks", "softcap"), ("sinks", "tree_mask")),
-            needs_plan=True,
-            packages=("flashinfer",),
-            extra="flashinfer",
-        ),
-        "specops.ops.flashinfer:fa2_mha",
-        plan="specops.ops.flashinfer:plan",
-        source="FlashInfer's FA2 paged prefill, planned on the host",
-    ),
-    Backend(
-        "flashinfer_fa3",
-        "mha",
-        Capabilities(
-            ("cuda",),
-            compute_capabilities=((9, 0),),
-            q_dtypes=HALF,
-            kv_dtypes=HALF,
-            head_dims=(64, 128, 256),
-            features=("window", "softcap", "sinks"),
-            not_together=(("sinks", "softcap"),),
-            needs_plan=True,
-            packages=("flashinfer",),
-            extra="flashinfer",
-        ),
-        "specops.ops.flashinfer:fa3_mha",
-        plan="specops.ops.flashinfer:plan",
-        source="FlashInfer's FA3 paged prefill, planned on the host",
-    ),
-    Backend(
-        "flashinfer_fa2",
-        "mla",
-        Capabilities(
-            ("cuda",),
-            min_compute_capability=(8, 0),
-            q_dtypes=HALF,
-            kv_dtypes=HALF,
-            head_dims=((576, 512),),
-            needs_plan=True,
-            packages=("flashinfer",),
-            extra="flashinfer",
-        ),
-        "specops.ops.flashinfer:fa2_mla",
-        plan="specops.ops.flashinfer:plan",
-        source="FlashInfer's FA2 MLA, planned on the host",
-    ),
-    Backend(
-        "flashinfer_fa3",
-        "mla",
-        Capabilities(
-            ("cuda",),
-            compute_capabilities=((9, 0),),
-            q_dtypes=HALF,
-            kv_dtypes=HALF,
-            head_dims=((576, 512),),
-            needs_plan=True,
-            packages=("flashinfer",),
-            extra="flashinfer",
-        ),
-        "specops.ops.flashinfer:fa3_mla",
-        plan="specops.ops.flashinfer:plan",
-        source="FlashInfer's FA3 MLA, planned on the host",
-    ),
-    Backend(
-        "tokenspeed",
-        "mla",
-        Capabilities(
-            ("cuda",),
-            compute_capabilities=((10, 0), (10, 3), (10, 7)),
-            q_dtypes=(torch.bfloat16,),
-            kv_dtypes=(torch.bfloat16,),
-            head_dims=((576, 512),),
-            page_sizes=(16, 32, 64, 128),
-            layouts=("uniform",),
-            max_query_len=32,
-            group_sizes=(8, 16, 32, 64, 128),
-            packages=("tokenspeed_mla",),
-            extra="tokenspeed",
-        ),
-        "specops.ops.tokenspeed_mla:mla",
-        source="TokenSpeed MLA decode (CuTe DSL)",
-    ),
-)
-
-for _backend in BUILTIN:
-    add_backend(_backend)

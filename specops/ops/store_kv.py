@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specops.ops import contracts
-from specops.ops.backends import FP8
+from specops.ops.capabilities import FP8
 
 FP8_MAX = torch.finfo(FP8).max
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specops.ops.backends import FP8
+from specops.ops.capabilities import FP8
 from specops.ops.triton_common import next_power_of_2
 
 # Elements of one token that a program writes at a time, and elements that a moving program holds: 64 a thread.

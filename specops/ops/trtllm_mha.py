@@ -29,7 +29,9 @@ from torch import Tensor
 
 from specops.layout import QueryLayout
 from specops.ops import contracts, flashinfer_common
-from specops.ops.backends import FP8, TRTLLM_GEN_MHA, Backend, add_backend
+from specops.ops.backends import Backend, add_backend
+from specops.ops.builtin import TRTLLM_GEN_MHA
+from specops.ops.capabilities import FP8
 from specops.ops.flashinfer_common import MEBIBYTE, Workspaces
 
 # XQA: 8 MiB of semaphores, and scratch for 188 SMs times 16 blocks of 32 rows of 256 values in half precision.

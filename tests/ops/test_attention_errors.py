@@ -19,7 +19,8 @@ from expecttest import assert_expected_inline
 
 from specops import QueryLayout, ops
 from specops.ops import AttentionRequest, UnsupportedAttention
-from specops.ops.backends import BUILTIN, FP8, Backend, Capabilities, add_backend, register_backend, resolve
+from specops.ops.backends import FP8, Backend, Capabilities, add_backend, register_backend, resolve
+from specops.ops.builtin import BUILTIN
 from specops.testing import AttentionCase, make_mha_case, make_mla_case
 
 INT64 = torch.int64

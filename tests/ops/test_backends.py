@@ -22,7 +22,6 @@ from specops import QueryLayout, ops
 from specops.ops import AttentionRequest, UnsupportedAttention
 from specops.ops.backends import (
     AUTO_ORDER,
-    BUILTIN,
     FP8,
     Backend,
     Capabilities,
@@ -33,6 +32,7 @@ from specops.ops.backends import (
     register_backend,
     resolve,
 )
+from specops.ops.builtin import BUILTIN
 from specops.testing import make_mha_case, make_mla_case
 
 table = sys.modules["specops.ops.backends"]

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.library import opcheck
 
-from specops.ops.backends import BUILTIN, Backend
+from specops.ops.backends import Backend
+from specops.ops.builtin import BUILTIN
 from specops.testing import make_mha_case, make_mla_case
 
 FP8 = torch.float8_e4m3fn

@@ -10,9 +10,11 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 import specops
 from specops.api import Models
+from specops.ops.contracts import constant_when_compiled
 from tests.tiny_models import TinyModels, save_tiny_models
 
 PROMPTS = ["w1 w2 w3", "w9", "w7 w7 w7 w7 w7"]
@@ -110,6 +112,28 @@ def test_f50_importing_specops_loads_no_optional_package_and_no_decoding() -> No
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["[]", "Engine SamplingParams True", "[]"]
     assert done.stderr.endswith("AttributeError: module 'specops' has no attribute 'nothing'\n")
+
+
+def test_importing_specops_and_its_pytest_plugin_leaves_compiler_and_triton_alone() -> None:
+    """pytest imports the plugin before a conftest can choose Triton's interpreter, and in projects that never use it."""
+    code = (
+        "import sys, specops, specops.testing.plugin\n"
+        "print([name for name in ('triton', 'torch._dynamo', 'torch._inductor') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_constants_are_marked_as_torch_marks_them() -> None:
+    def ours() -> int:
+        return 1
+
+    def theirs() -> int:
+        return 1
+
+    constant_when_compiled(ours)
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(ours) == vars(theirs) != {}
 
 
 def test_every_public_name_is_there() -> None:

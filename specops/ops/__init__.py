@@ -5,6 +5,7 @@ from specops.ops.attention_checks import checked
 from specops.ops.backends import UnsupportedAttention, add_backend, backends, register_backend
 from specops.ops.builtin import BUILTIN
 from specops.ops.capabilities import AttentionRequest, Capabilities
+from specops.ops.linear import project_qkv, rms_norm_linear
 from specops.ops.sampling import verify_sampling
 from specops.ops.store_kv import move_kv, move_latent, store_kv, store_latent
 from specops.ops.tree import build_tree, verify_greedy
@@ -20,7 +21,9 @@ __all__ = [
     "mla",
     "move_kv",
     "move_latent",
+    "project_qkv",
     "register_backend",
+    "rms_norm_linear",
     "store_kv",
     "store_latent",
     "verify_greedy",

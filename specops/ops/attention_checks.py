@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specops.layout import QueryLayout
 from specops.ops.backends import FP8, AttentionRequest, Family, compute_capability, device_kind, resolve
+from specops.ops.contracts import constant_when_compiled
 
 _checked_mode = False
 
@@ -156,7 +157,7 @@ def last_visible(tree_mask: Tensor, window: int) -> Tensor:
     return tree_mask & (behind <= window)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def choose(backend: str, *call: Any) -> str:
     """Name of the op for one call: a dictionary look-up in eager mode, a constant to torch.compile.
 

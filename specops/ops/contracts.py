@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
 NAMESPACE = "specops"
+Call = TypeVar("Call", bound=Callable[..., Any])
 LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -39,6 +40,15 @@ def without_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
             return kernel(*args)
 
     return run
+
+
+def constant_when_compiled(function: Call) -> Call:
+    """``torch.compiler.assume_constant_result`` without its import of the compiler, which takes as long as torch's own.
+
+    The mark is all that function sets; a test holds the two together.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def define(name: str, schema: str, fake: Callable[..., Any], kernels: dict[str, Callable[..., Any]]) -> None:
@@ -79,6 +89,17 @@ VERIFY_GREEDY_SCHEMA = (
 VERIFY_SAMPLING_SCHEMA = (
     "(Tensor tokens, Tensor parents, Tensor target_probs, Tensor? draft_probs, Tensor accept_uniforms, "
     "Tensor bonus_uniforms, int num_steps) -> (Tensor accept_lens, Tensor accept_index, Tensor accept_tokens)"
+)
+
+RMS_NORM_LINEAR_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor? norm_weight=None, float norm_eps=1e-06, float norm_offset=0.0, "
+    "Tensor? bias=None, str? gate=None, Tensor? residual=None) -> Tensor"
+)
+# The one op that mutates and returns: rotation and cache write ride along with the product that makes q, k and v.
+PROJECT_QKV_SCHEMA = (
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor slots, "
+    "int num_heads, Tensor? norm_weight=None, float norm_eps=1e-06, float norm_offset=0.0, Tensor? bias=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
 )
 
 
@@ -192,3 +213,37 @@ def fake_verify_sampling(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`fake_verify_greedy`."""
     return fake_verify_greedy(tokens, parents, parents, tokens, num_steps)
+
+
+def fake_rms_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    bias: Tensor | None = None,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``[T, N]`` in x's dtype, contiguous; half of the weight's rows with a gate."""
+    return x.new_empty((x.shape[0], weight.shape[0] // (1 if gate is None else 2)))
+
+
+def fake_project_qkv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Mutates the two caches; ``[T, Hq, D]`` in x's dtype, contiguous."""
+    return x.new_empty((x.shape[0], num_heads, k_cache.shape[3]))

@@ -52,7 +52,7 @@ def store_kv(
             raise ValueError(f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {tuple(rows.shape)}")
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"k has {k.shape[0]} rows and v {v.shape[0]}; they must be equal")
-    _check_slots(slots, k.shape[0])
+    check_slots(slots, k.shape[0])
     torch.ops.specops.store_kv(k_cache, v_cache, k, v, slots, k_scale, v_scale)
 
 
@@ -78,7 +78,7 @@ def store_latent(kv_cache: Tensor, latent: Tensor, rope: Tensor, slots: Tensor, 
         raise ValueError(
             f"latent {tuple(latent.shape)} and rope {tuple(rope.shape)} do not fill kv_cache {tuple(kv_cache.shape)}"
         )
-    _check_slots(slots, latent.shape[0])
+    check_slots(slots, latent.shape[0])
     torch.ops.specops.store_latent(kv_cache, latent, rope, slots, kv_scale)
 
 
@@ -89,19 +89,19 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slots
         k_cache, v_cache: as for :func:`store_kv`; mutated.
         source_slots, target_slots: ``[N]`` int32 or int64. A pair with a negative member is skipped.
     """
-    _check_slots(source_slots, target_slots.shape[0])
-    _check_slots(target_slots, source_slots.shape[0])
+    check_slots(source_slots, target_slots.shape[0])
+    check_slots(target_slots, source_slots.shape[0])
     torch.ops.specops.move_kv(k_cache, v_cache, source_slots, target_slots)
 
 
 def move_latent(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
     """As :func:`move_kv`, for an MLA cache ``[P, S, Dc + Dr]``."""
-    _check_slots(source_slots, target_slots.shape[0])
-    _check_slots(target_slots, source_slots.shape[0])
+    check_slots(source_slots, target_slots.shape[0])
+    check_slots(target_slots, source_slots.shape[0])
     torch.ops.specops.move_latent(kv_cache, source_slots, target_slots)
 
 
-def _check_slots(slots: Tensor, num_tokens: int) -> None:
+def check_slots(slots: Tensor, num_tokens: int) -> None:
     if slots.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"slots must be int32 or int64, got {slots.dtype}")
     if slots.dim() != 1 or slots.shape[0] != num_tokens:

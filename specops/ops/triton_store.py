@@ -71,6 +71,15 @@ def store_kernel(
 
 
 @triton.jit
+def saturated(values, scale):
+    """float32 values as an fp8 cache holds them, but for the rounding."""
+    if scale is not None:
+        values = tl.div_rn(values, tl.zeros(values.shape, tl.float32) + tl.load(scale))
+    # 448 is the largest e4m3 number; NaN stays NaN.
+    return tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _store_row(
     source,
     target,
@@ -90,11 +99,7 @@ def _store_row(
         mask = (head < HEADS)[:, None] & (d < D)[None, :]
         values = tl.load(source + head[:, None] * stride_h + d[None, :] * stride_d, mask=mask, other=0.0)
         if TO_FP8:
-            values = values.to(tl.float32)
-            if scale is not None:
-                values = tl.div_rn(values, tl.zeros(values.shape, tl.float32) + tl.load(scale))
-            # 448 is the largest e4m3 number; NaN stays NaN.
-            values = tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+            values = saturated(values.to(tl.float32), scale)
         where = target + head.to(tl.int64)[:, None] * stride_th + d[None, :]
         tl.store(where, values.to(target.dtype.element_ty), mask=mask)
 

@@ -21,7 +21,7 @@ from specops.ops.backends import _BACKENDS, FEATURES, Backend, Capabilities, Fam
 from specops.testing.backend_checks import JUDGES, Judge
 from specops.testing.cases import make_mha_case, make_mla_case
 from specops.testing.gpu_checks import GPU_JUDGES
-from specops.testing.grid import grid
+from specops.testing.grids import grid
 from specops.testing.report import Finding, Report, called, code, one_line
 from specops.testing.shrink import shrink, simpler_arguments
 from specops.testing.subject import Subject

@@ -7,19 +7,19 @@
     def test_mine(conformance_report):
         assert conformance_report.checks["values"] > 30
 
-A failed check fails the test with the report, smallest input included.
+A failed check fails the test with the report, smallest input included. pytest loads this file whenever specops is
+installed, before any ``conftest.py``; the kit, and the compiler and Triton behind it, are imported when a fixture is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specops.testing.check import check_backend
-from specops.testing.report import Report
-from specops.testing.runner_check import check_runner
+if TYPE_CHECKING:
+    from specops.testing.report import Report
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +35,8 @@ def conforms() -> Callable[..., Report]:
     """``conforms("name", **options)`` or ``conforms(runner="direct", **options)`` fails the test on findings."""
 
     def check(backend: Any = None, *, runner: Any = None, **options: Any) -> Report:
+        from specops.testing import check_backend, check_runner
+
         if (backend is None) == (runner is None):
             raise ValueError("name one thing to check: a backend, or runner=")
         report = check_backend(backend, **options) if runner is None else check_runner(runner, **options)

@@ -1,0 +1,444 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Projections of a decoder layer at few rows, with what stands around them in the same launch.
+
+A decode step multiplies a handful of rows by every weight of the model. Each product then takes about as long as a launch,
+so the norm before it and the gate, rotation, cache write or residual behind it cost as much as the product unless they ride
+along. A program here takes ``BLOCK_N`` weight rows and all of K:
+
+* RMSNorm: ``x / rms(x) * g`` times ``w`` is ``(x * g) @ w`` divided by ``rms(x)``, whose sum of squares the program gathers
+  from the same loads of x.
+* Two sets of weight rows at a time: gate and up of an MLP, or the two halves of a head that rotary embedding pairs.
+* The first ``HEAD`` columns of the weights are loaded *before* waiting for the launch that makes x: weights depend on
+  nothing. On Hopper and later a kernel starts while the one before it ends (programmatic dependent launch), so the trip to
+  memory overlaps with that.
+
+The order of a row's sums depends on neither its place nor the number of rows within one tile size, so a row gives the same
+bits alone and beside others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specops.ops.capabilities import FP8
+from specops.ops.triton_common import launches_overlap, product, tanh
+from specops.ops.triton_store import saturated
+
+# Above so many rows the products are large enough for a library's, see ``specops.ops.linear``.
+MAX_ROWS = 1024
+
+
+class Tile(NamedTuple):
+    """Sizes of a launch.
+
+    Attributes:
+        block_m, block_n, block_k: rows of x, rows of the weight (of each set), and columns of a step of the loop.
+        head: columns loaded before waiting for x.
+        num_warps, num_stages: of the launch.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    head: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(num_rows: int, width: int, paired: bool) -> Tile:
+    """Tile for ``num_rows`` rows and ``width`` columns of x.
+
+    Few rows: narrow tiles, so that all multiprocessors load weights, and a long head, so that most loads are under way
+    before x is there. Many rows: tiles that read each weight less often.
+    """
+    whole = 1 << (width.bit_length() - 1)
+    if num_rows <= 16:
+        head = min(whole, 512)
+        return Tile(16, 16, min(256, _step(width - head)), head, 4, 4)
+    if num_rows <= 32:
+        head = min(whole, 256)
+        return Tile(32, 16, min(128, _step(width - head)), head, 4, 4)
+    head = min(whole, 64)
+    if num_rows <= 64:
+        return Tile(64, 16 if paired else 32, min(128, _step(width - head)), head, 4, 4)
+    return Tile(64, 32 if paired else 64, 64, head, 4, 4)
+
+
+def _step(rest: int) -> int:
+    """The largest power of two from 16 on that divides ``rest`` columns, or 64 when only a small one does."""
+    if rest <= 0:
+        return 64
+    divisor = rest & -rest
+    return divisor if divisor >= 16 else 64
+
+
+@triton.jit
+def products(
+    x,
+    norm_weight,
+    weight,
+    row,
+    valid_row,
+    first,
+    second,
+    valid_n,
+    stride_x,
+    stride_w,
+    norm_eps,
+    norm_offset,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIRED: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Rows ``row`` of x, normed if NORM, times weight rows ``first`` and, if PAIRED, ``second``: two float32 tiles."""
+    k = tl.arange(0, HEAD)
+    first_rows = weight + first.to(tl.int64)[:, None] * stride_w
+    second_rows = weight + second.to(tl.int64)[:, None] * stride_w
+    x_rows = x + row.to(tl.int64)[:, None] * stride_x
+    w_first = tl.load(first_rows + k[None, :], mask=valid_n[:, None], other=0.0)
+    w_second = w_first
+    if PAIRED:
+        w_second = tl.load(second_rows + k[None, :], mask=valid_n[:, None], other=0.0)
+    gain = tl.zeros((HEAD,), tl.float32)
+    if NORM:
+        gain = tl.load(norm_weight + k).to(tl.float32) + norm_offset
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x_rows + k[None, :], mask=valid_row[:, None], other=0.0)
+    squares = tl.zeros((row.shape[0],), tl.float32)
+    if NORM:
+        wide = values.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=1)
+        values = (wide * gain[None, :]).to(x.dtype.element_ty)
+    acc = product(values, tl.trans(w_first), tl.zeros((row.shape[0], first.shape[0]), tl.float32))
+    acc2 = acc
+    if PAIRED:
+        acc2 = product(values, tl.trans(w_second), tl.zeros((row.shape[0], first.shape[0]), tl.float32))
+    step = tl.arange(0, BLOCK_K)
+    for start in tl.range(HEAD, K, BLOCK_K, num_stages=STAGES):
+        column = start + step
+        inside = column < K
+        values = tl.load(x_rows + column[None, :], mask=valid_row[:, None] & inside[None, :], other=0.0)
+        w_first = tl.load(first_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
+        if NORM:
+            wide = values.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+            gain = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32) + norm_offset
+            values = (wide * gain[None, :]).to(x.dtype.element_ty)
+        acc = product(values, tl.trans(w_first), acc)
+        if PAIRED:
+            w_second = tl.load(second_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
+            acc2 = product(values, tl.trans(w_second), acc2)
+    if NORM:
+        scale = tl.rsqrt(squares / K + norm_eps)
+        acc *= scale[:, None]
+        acc2 *= scale[:, None]
+    return acc, acc2
+
+
+@triton.jit
+def activation(x, GATE: tl.constexpr):
+    if GATE == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if GATE == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    x,
+    norm_weight,
+    weight,
+    bias,
+    residual,
+    out,
+    num_rows,
+    stride_x,
+    stride_w,
+    stride_r,
+    norm_eps,
+    norm_offset,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """``act(norm(x) @ gate.T + bias) * (norm(x) @ up.T + bias)``, or one product, plus the residual."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid_n, valid_row = n < N, row < num_rows
+    acc, acc2 = products(
+        x,
+        norm_weight,
+        weight,
+        row,
+        valid_row,
+        n,
+        n + N,
+        valid_n,
+        stride_x,
+        stride_w,
+        norm_eps,
+        norm_offset,
+        K,
+        norm_weight is not None,
+        GATE is not None,
+        HEAD,
+        BLOCK_K,
+        STAGES,
+        EARLY,
+    )
+    if bias is not None:
+        acc += tl.load(bias + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
+    if GATE is not None:
+        if bias is not None:
+            acc2 += tl.load(bias + N + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
+        acc = activation(acc, GATE) * acc2
+    valid = valid_row[:, None] & valid_n[None, :]
+    if residual is not None:
+        acc += tl.load(residual + row.to(tl.int64)[:, None] * stride_r + n[None, :], mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def qkv_kernel(
+    x,
+    norm_weight,
+    weight,
+    bias,
+    cos,
+    sin,
+    slots,
+    q,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    num_rows,
+    stride_x,
+    stride_w,
+    stride_cos,
+    stride_sin,
+    stride_slots,
+    stride_kp,
+    stride_ks,
+    stride_kh,
+    stride_vp,
+    stride_vs,
+    stride_vh,
+    norm_eps,
+    norm_offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    K: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TO_FP8: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """``BLOCK_N`` rotary pairs of one head: q to its output, k and v into the cache, a negative slot skipped."""
+    head = tl.program_id(0) // BLOCKS
+    pair = (tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid_n, valid_row = pair < HALF, row < num_rows
+    n = head * (2 * HALF) + pair
+    first, second = products(
+        x,
+        norm_weight,
+        weight,
+        row,
+        valid_row,
+        n,
+        n + HALF,
+        valid_n,
+        stride_x,
+        stride_w,
+        norm_eps,
+        norm_offset,
+        K,
+        norm_weight is not None,
+        True,
+        HEAD,
+        BLOCK_K,
+        STAGES,
+        EARLY,
+    )
+    if bias is not None:
+        first += tl.load(bias + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
+        second += tl.load(bias + n + HALF, mask=valid_n, other=0.0).to(tl.float32)[None, :]
+    valid = valid_row[:, None] & valid_n[None, :]
+    token = row.to(tl.int64)
+    if head < HEADS + KV_HEADS:
+        c = tl.load(cos + token[:, None] * stride_cos + pair[None, :], mask=valid, other=0.0).to(tl.float32)
+        s = tl.load(sin + token[:, None] * stride_sin + pair[None, :], mask=valid, other=0.0).to(tl.float32)
+        # Rounded as the projection's output would be, so that both paths rotate the same numbers.
+        first = first.to(x.dtype.element_ty).to(tl.float32)
+        second = second.to(x.dtype.element_ty).to(tl.float32)
+        turned = first * c - second * s
+        second = second * c + first * s
+        first = turned
+    if head < HEADS:
+        target = q + (token[:, None] * HEADS + head) * (2 * HALF) + pair[None, :]
+        tl.store(target, first.to(q.dtype.element_ty), mask=valid)
+        tl.store(target + HALF, second.to(q.dtype.element_ty), mask=valid)
+    else:
+        slot = tl.load(slots + token * stride_slots, mask=valid_row, other=-1).to(tl.int64)
+        page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+        valid = valid & (slot >= 0)[:, None]
+        first = first.to(x.dtype.element_ty).to(tl.float32)
+        second = second.to(x.dtype.element_ty).to(tl.float32)
+        if head < HEADS + KV_HEADS:
+            if TO_FP8:
+                first, second = saturated(first, k_scale), saturated(second, k_scale)
+            place = page * stride_kp + offset * stride_ks + (head - HEADS) * stride_kh
+            target = k_cache + place[:, None] + pair[None, :]
+            tl.store(target, first.to(k_cache.dtype.element_ty), mask=valid)
+            tl.store(target + HALF, second.to(k_cache.dtype.element_ty), mask=valid)
+        else:
+            if TO_FP8:
+                first, second = saturated(first, v_scale), saturated(second, v_scale)
+            place = page * stride_vp + offset * stride_vs + (head - HEADS - KV_HEADS) * stride_vh
+            target = v_cache + place[:, None] + pair[None, :]
+            tl.store(target, first.to(v_cache.dtype.element_ty), mask=valid)
+            tl.store(target + HALF, second.to(v_cache.dtype.element_ty), mask=valid)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    norm_offset: float,
+    bias: Tensor | None,
+    gate: str | None,
+    residual: Tensor | None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """As :func:`specops.ops.rms_norm_linear`; ``tile`` overrides the choice of sizes."""
+    num_rows, width = x.shape
+    num_columns = weight.shape[0] // (1 if gate is None else 2)
+    out = x.new_empty((num_rows, num_columns))
+    if num_rows == 0:
+        return out
+    tile = tile or choose_tile(num_rows, width, gate is not None)
+    x, residual = _rows(x), None if residual is None else _rows(residual)
+    linear_kernel[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, tile.block_m))](
+        x,
+        norm_weight,
+        weight,
+        bias,
+        residual,
+        out,
+        num_rows,
+        x.stride(0),
+        weight.stride(0),
+        0 if residual is None else residual.stride(0),
+        norm_eps,
+        norm_offset,
+        N=num_columns,
+        K=width,
+        GATE=gate,
+        **_launch(tile, x.device),
+    )
+    return out
+
+
+def project_qkv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    norm_offset: float,
+    bias: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """As :func:`specops.ops.project_qkv`; ``tile`` overrides the choice of sizes."""
+    num_rows, width = x.shape
+    _, page_size, num_kv_heads, dim = k_cache.shape
+    q = x.new_empty((num_rows, num_heads, dim))
+    if num_rows == 0:
+        return q
+    tile = tile or choose_tile(num_rows, width, True)
+    x, cos, sin = _rows(x), _rows(cos.flatten(1)), _rows(sin.flatten(1))
+    blocks = triton.cdiv(dim // 2, tile.block_n)
+    qkv_kernel[((num_heads + 2 * num_kv_heads) * blocks, triton.cdiv(num_rows, tile.block_m))](
+        x,
+        norm_weight,
+        weight,
+        bias,
+        cos,
+        sin,
+        slots,
+        q,
+        k_cache,
+        v_cache,
+        k_scale,
+        v_scale,
+        num_rows,
+        x.stride(0),
+        weight.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        slots.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        norm_eps,
+        norm_offset,
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HALF=dim // 2,
+        K=width,
+        PAGE_SIZE=page_size,
+        TO_FP8=k_cache.dtype == FP8,
+        BLOCKS=blocks,
+        **_launch(tile, x.device),
+    )
+    return q
+
+
+def _launch(tile: Tile, device: torch.device) -> dict[str, Any]:
+    early = launches_overlap(device)
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "HEAD": tile.head,
+        "STAGES": tile.num_stages,
+        "EARLY": early,
+        "num_warps": tile.num_warps,
+        **({"launch_pdl": True} if early else {}),
+    }
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()

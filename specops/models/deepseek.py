@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from specops import ops
 from specops.kv_cache import PagedLatentCache
 from specops.metadata import AttentionMetadata
 from specops.models.config import ModelConfig, rope_from_hf, token_ids, yarn_mscale
-from specops.models.llama import CausalLM, DecoderLayer, Reduce, RMSNorm
+from specops.models.llama import CausalLM, DecoderLayer, Reduce
+from specops.models.projections import RMSNorm, added, normed
 from specops.models.rotary import Rope, rotate
 from specops.models.weights import Piece, mlp_pieces, norm_pieces, whole_pieces
 
@@ -135,7 +136,7 @@ class LatentAttention(nn.Module):
         query_up: from the query's bottleneck to its heads, or None.
         kv_up: ``[H * (nope_dim + value_dim), latent_dim]``, per head the key's then the value's up-projection.
         cache: the layer's :class:`~specops.kv_cache.PagedLatentCache`, or None.
-        reduce: sums the output over ranks where each holds a part of the heads (:mod:`specops.models.parallel`).
+        reduce: sums the output over ranks where each holds a part of the heads (:mod:`specops.parallel`).
     """
 
     cache: PagedLatentCache | None
@@ -167,8 +168,15 @@ class LatentAttention(nn.Module):
         self.cache = PagedLatentCache(num_pages, page_size, self.latent_dim, self.rope_dim, dtype=dtype, device=device)
         return self.cache
 
-    def forward(self, x: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
-        """``x`` ``[T, hidden_size]`` to the same.
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x`` ``[T, hidden_size]``, put through ``norm`` first, to the same; ``residual`` is added to it.
 
         Raises:
             RuntimeError: if the layer has no cache yet.
@@ -176,7 +184,7 @@ class LatentAttention(nn.Module):
         cache = self.cache
         if cache is None:
             raise RuntimeError("this attention layer has no KV cache; call allocate_caches() on its model, or set .cache")
-        query, latent, key_rope = self.down(x).split((self.first_rows, self.latent_dim, self.rope_dim), dim=-1)
+        query, latent, key_rope = self.down(normed(x, norm)).split((self.first_rows, self.latent_dim, self.rope_dim), dim=-1)
         if self.query_norm is not None and self.query_up is not None:
             query = self.query_up(self.query_norm(query))
         query = query.view(x.shape[0], self.num_heads, self.nope_dim + self.rope_dim)
@@ -201,7 +209,7 @@ class LatentAttention(nn.Module):
         )
         values = torch.bmm(mixed.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
         out = self.o(values.flatten(1))
-        return cast(Tensor, out if self.reduce is None else self.reduce(out))
+        return added(out if self.reduce is None else self.reduce(out), residual)
 
 
 class DeepseekDecoderLayer(DecoderLayer):

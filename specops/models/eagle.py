@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from specops.kv_cache import PagedKVCache
 from specops.metadata import AttentionMetadata
 from specops.models.eagle_config import EagleConfig
-from specops.models.llama import MLP, Attention, DecoderLayer, RMSNorm
+from specops.models.llama import MLP, Attention, DecoderLayer, Reduce
 from specops.models.packed_linear import PackedWeight
+from specops.models.projections import RMSNorm
 from specops.models.rotary import Rope, Rotary
 
 __all__ = ["EagleConfig", "EagleHead"]
@@ -52,8 +53,9 @@ class Eagle3Layer(nn.Module):
     def forward(self, embedding: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self.normed_residual else hidden
-        hidden = residual + self.attn(torch.cat((self.embed_norm(embedding), normed), dim=-1), rope, meta)
-        return cast(Tensor, hidden + self.mlp(self.mlp_norm(hidden)))
+        read = torch.cat((self.embed_norm(embedding), normed), dim=-1)
+        hidden = self.attn(read, rope, meta, residual=residual)
+        return cast(Tensor, self.mlp(hidden, self.mlp_norm, hidden))
 
 
 class EagleHead(nn.Module):
@@ -69,6 +71,7 @@ class EagleHead(nn.Module):
     Attributes:
         d2t: buffer, None for a full vocabulary.
         lm_head_weight: ``[draft_vocab_size, hidden_size]``, rows of the target's; a buffer, or a parameter if owned.
+        gather: joins the logits of ranks that hold a part of the vocabulary each (:mod:`specops.parallel`).
 
     Raises:
         ValueError: sizes that do not fit; names both.
@@ -76,6 +79,7 @@ class EagleHead(nn.Module):
 
     d2t: Tensor | None
     lm_head_weight: Tensor
+    gather: Reduce | None = None
 
     def __init__(
         self, config: EagleConfig, embed_tokens: nn.Module, lm_head_weight: Tensor, *, d2t: Tensor | None = None
@@ -184,8 +188,10 @@ class EagleHead(nn.Module):
         if self.norm is not None and not self.config.carry_normed:
             hidden = self.norm(hidden)
         if self.packed_lm_head is not None:
-            return self.packed_lm_head.linear(hidden, self.lm_head_weight)
-        return F.linear(hidden, self.lm_head_weight)
+            logits = self.packed_lm_head.linear(hidden, self.lm_head_weight)
+        else:
+            logits = F.linear(hidden, self.lm_head_weight)
+        return logits if self.gather is None else self.gather(logits)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids of draft ids, any shape, int64. The same tensor for a full vocabulary."""

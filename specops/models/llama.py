@@ -21,11 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specops import ops
 from specops.kv_cache import PagedKVCache
 from specops.metadata import AttentionMetadata
 from specops.models.attention_module import PagedAttention
 from specops.models.config import ModelConfig
+from specops.models.projections import RMSNorm, added, can_fuse, fused_linear, normed
 from specops.models.rotary import Rope, Rotary, rotate
+from specops.ops.contracts import constant_when_compiled
 
 Reduce = Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -35,47 +38,33 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class RMSNorm(nn.Module):
-    """``x / rms(x) * (weight + offset)`` over the last dim, in float32 inside.
-
-    Args:
-        shape: shape of ``weight``; its last entry is the normalised dim.
-        eps: added to the mean square.
-        offset: 1.0 for Gemma, whose checkpoints store ``weight - 1``.
-    """
-
-    def __init__(self, shape: int | tuple[int, ...], eps: float, offset: float = 0.0) -> None:
-        super().__init__()
-        self.eps, self.offset = eps, offset
-        self.weight = nn.Parameter(torch.full((shape,) if isinstance(shape, int) else shape, 1.0 - offset))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.offset:
-            return (normed * (self.weight.float() + self.offset)).to(x.dtype)
-        return normed.to(x.dtype) * self.weight
-
-
 class MLP(nn.Module):
     """Gated MLP; ``gate_up`` holds the gate's rows, then the up projection's.
 
     Attributes:
-        reduce: sums the output over ranks where each holds a part of the rows (:mod:`specops.models.parallel`).
+        gate: name of the gate's activation.
+        reduce: sums the output over ranks where each holds a part of the rows (:mod:`specops.parallel`).
     """
 
     reduce: Reduce | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.gate = config.hidden_act
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.act = _ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out = self.down(self.act(gate) * up)
-        return cast(Tensor, out if self.reduce is None else self.reduce(out))
+    def forward(self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        """``x`` ``[T, hidden_size]``, put through ``norm`` first, to the same; ``residual`` is added to it."""
+        # A residual is added once, so not to the part of one rank.
+        inner = residual if self.reduce is None else None
+        if can_fuse(x, self.gate_up, self.down):
+            out = fused_linear(fused_linear(x, self.gate_up, norm, gate=self.gate), self.down, residual=inner)
+        else:
+            gate, up = self.gate_up(normed(x, norm)).chunk(2, dim=-1)
+            out = added(self.down(self.act(gate) * up), inner)
+        return out if self.reduce is None else added(self.reduce(out), residual)
 
 
 class Attention(PagedAttention):
@@ -90,7 +79,7 @@ class Attention(PagedAttention):
         qkv: one projection; rows of q, then k, then v.
         o: output projection.
         qk_norm: RMSNorm with one weight row per q and k head, or None.
-        reduce: sums the output over ranks where each holds a part of the heads (:mod:`specops.models.parallel`).
+        reduce: sums the output over ranks where each holds a part of the heads (:mod:`specops.parallel`).
         cache, window, backend, ...: as :class:`PagedAttention`.
     """
 
@@ -112,8 +101,26 @@ class Attention(PagedAttention):
         norm_shape = (config.num_heads + config.num_kv_heads, config.head_dim)
         self.qk_norm = RMSNorm(norm_shape, config.rms_norm_eps, config.norm_offset) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:  # type: ignore[override]
-        """``x`` ``[T, input_size]`` to ``[T, hidden_size]``; ``rope`` comes from :class:`Rotary`."""
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x`` ``[T, input_size]``, put through ``norm`` first, to ``[T, hidden_size]``; ``residual`` is added to it.
+
+        ``rope`` comes from :class:`Rotary`.
+        """
+        inner = residual if self.reduce is None else None
+        if self.qk_norm is None and self.cache is not None and can_fuse(x, self.qkv, self.o):
+            out = fused_linear(self._fused_attention(x, rope, meta, norm), self.o, residual=inner)
+        else:
+            out = added(self.o(self._attention(normed(x, norm), rope, meta)), inner)
+        return out if self.reduce is None else added(self.reduce(out), residual)
+
+    def _attention(self, x: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         # q and k go through norm and rotation together: half the kernels.
         num_rotated = self.num_heads + self.num_kv_heads
@@ -122,8 +129,26 @@ class Attention(PagedAttention):
             qk = self.qk_norm(qk)
         qk = rotate(qk, rope)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        out = self.o(self.attend(q, k, v, meta).flatten(1))
-        return cast(Tensor, out if self.reduce is None else self.reduce(out))
+        return self.attend(q, k, v, meta).flatten(1)
+
+    def _fused_attention(self, x: Tensor, rope: Rope, meta: AttentionMetadata, norm: RMSNorm | None) -> Tensor:
+        cache = self.ready_cache(meta)
+        q = ops.project_qkv(
+            cache.k,
+            cache.v,
+            x,
+            self.qkv.weight,
+            *rope,
+            meta.slots,
+            num_heads=self.num_heads,
+            norm_weight=None if norm is None else norm.weight,
+            norm_eps=0.0 if norm is None else norm.eps,
+            norm_offset=0.0 if norm is None else norm.offset,
+            bias=self.qkv.bias,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
+        return self.read_cache(q, meta).flatten(1)
 
 
 class DecoderLayer(nn.Module):
@@ -143,10 +168,14 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
         """``hidden`` ``[T, hidden_size]`` to the same."""
-        mixed = self.attn(self.input_norm(hidden), rope, meta)
-        hidden = hidden + (mixed if self.post_attn_norm is None else self.post_attn_norm(mixed))
-        mixed = self.mlp(self.mlp_norm(hidden))
-        return cast(Tensor, hidden + (mixed if self.post_mlp_norm is None else self.post_mlp_norm(mixed)))
+        norm = self.input_norm if isinstance(self.input_norm, RMSNorm) else None
+        if self.post_attn_norm is None:
+            hidden = self.attn(hidden, rope, meta, norm, hidden)
+        else:
+            hidden = hidden + self.post_attn_norm(self.attn(hidden, rope, meta, norm))
+        if self.post_mlp_norm is None:
+            return cast(Tensor, self.mlp(hidden, self.mlp_norm, hidden))
+        return cast(Tensor, hidden + self.post_mlp_norm(self.mlp(hidden, self.mlp_norm)))
 
 
 class CausalLM(nn.Module):
@@ -158,9 +187,11 @@ class CausalLM(nn.Module):
     Attributes:
         embed_tokens, layers, norm, lm_head: the model's parts. A tied ``lm_head`` shares the embedding's weight.
         rotary: cos and sin tables.
+        gather: joins the logits of ranks that hold a part of the vocabulary each (:mod:`specops.parallel`).
     """
 
     layer_type: Callable[..., nn.Module] = DecoderLayer
+    gather: Reduce | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -242,13 +273,15 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[R, vocab]`` logits of ``hidden`` ``[R, hidden]``, in its dtype."""
         logits = self.lm_head(hidden)
+        if self.gather is not None:
+            logits = self.gather(logits)
         cap = self.config.logit_softcap
         if cap is not None:
             logits = (torch.tanh(logits.float() / cap) * cap).to(hidden.dtype)
         return cast(Tensor, logits)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _rounded(value: float, dtype: torch.dtype) -> float:
     """``value`` as ``dtype`` can hold it: Gemma multiplies by a scale of the model's own dtype."""
     return float(torch.tensor(value, dtype=dtype))

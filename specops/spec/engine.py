@@ -26,6 +26,7 @@ from specops.compile.report import RunnerReport
 from specops.compile.step_runner import Mode, Progress, StepRunner
 from specops.kv_cache import PageAllocator, PageTable
 from specops.models.packed_linear import pack_linears
+from specops.parallel import random_seed
 from specops.spec.config import SpecConfig, context_length
 from specops.spec.prefill import Choose, Forwards, prefill
 from specops.spec.request import Request
@@ -169,7 +170,7 @@ class Engine:
         """
         sampling = sampling or SamplingParams()
         if sampling.seed is None and sampling.temperature > 0:
-            sampling = replace(sampling, seed=int(torch.randint(2**62, ())))
+            sampling = replace(sampling, seed=random_seed(self.target, self.device))
         if stop and self.tokenizer is None:
             raise ValueError("stop strings need text: give the engine a tokenizer, or use stop_token_ids")
         request = Request(

@@ -1,0 +1,334 @@
+"""Tensor parallel decoding: each rank holds a part of every layer's heads and MLP rows, and they sum twice a layer.
+
+    mesh = torchrun_mesh()                              # one process a GPU, started by torchrun
+    target = load_target(path, dtype=torch.bfloat16)    # on the CPU
+    head = load_head(folder, target)
+    shard(target, head, mesh=mesh)                      # keeps this rank's part and moves it to the mesh's device
+    engine = Engine(target, head)
+
+What each rank keeps, for ``n`` ranks (Megatron-LM, Shoeybi et al. 2019):
+
+* attention: ``1/n`` of the query heads, the key and value heads they read, and the columns of the output projection
+  that belong to them. The KV cache holds those heads alone. With fewer key and value heads than ranks, several ranks
+  keep a copy of the same one;
+* MLP: ``1/n`` of the rows of gate and up, and the matching columns of down;
+* LM head: ``1/n`` of the vocabulary. The logits are gathered, so that every rank chooses from the same bits;
+* all else, embedding and norms above all, is whole on every rank.
+
+A rank adds its part of a block's output to the others' by one all-reduce after the output projection and one after
+down. Collectives are torch's functional ones: they trace under ``torch.compile(fullgraph=True)``, and NCCL's are
+captured in CUDA graphs. Every rank runs the same program on the same prompts: scheduling depends on nothing that differs
+between them, random numbers on seeds, and seeds that nobody gave are the first rank's.
+
+This module knows no engine. Pipeline, expert and data parallel are not here; neither are models of other packages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from specops.models.deepseek import LatentAttention
+from specops.models.eagle import EagleHead
+from specops.models.llama import MLP, Attention, CausalLM
+from specops.models.packed_linear import unpack_linears
+
+__all__ = ["RankGroup", "group_of", "random_seed", "shard", "torchrun_mesh", "world_size"]
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks that share a model, by the name of their process group, so that models stay copyable.
+
+    Attributes:
+        name: of the process group.
+        rank, size: this process's place among the ranks.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> RankGroup:
+        """The group of a mesh of one dimension.
+
+        Raises:
+            ValueError: the mesh has several dimensions.
+        """
+        if mesh.ndim != 1:
+            names = ", ".join(mesh.mesh_dim_names or ())
+            raise ValueError(
+                f"tensor parallel takes a mesh of one dimension, got {tuple(mesh.shape)}; pass one of its dimensions by "
+                f"name, mesh[name]{f' of {names}' if names else ''}"
+            )
+        group = mesh.get_group()
+        return cls(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's ``x``, in its dtype; the same bits on all of them."""
+        ops = torch.ops._c10d_functional
+        return cast(Tensor, ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", self.name)))
+
+    def gather_last(self, x: Tensor, width: int) -> Tensor:
+        """Every rank's ``x`` ``[R, C]`` side by side, cut to ``width`` columns: ``[R, width]``."""
+        ops = torch.ops._c10d_functional
+        parts = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), self.size, self.name))
+        whole: Tensor = parts.view(self.size, *x.shape).transpose(0, 1).reshape(x.shape[0], -1)
+        return whole[:, :width]
+
+    def first(self, x: Tensor) -> Tensor:
+        """The first rank's ``x``."""
+        ops = torch.ops._c10d_functional
+        return cast(Tensor, ops.wait_tensor(ops.broadcast(x, 0, self.name)))
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Joins the ranks' parts of the logits."""
+
+    group: RankGroup
+    vocab: int
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return self.group.gather_last(logits, self.vocab)
+
+
+def world_size() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def torchrun_mesh(device: str | None = None) -> DeviceMesh:
+    """The mesh of all processes that torchrun has started; the first call starts their process group.
+
+    Args:
+        device: ``"cuda"`` (NCCL, one GPU a process) or ``"cpu"`` (gloo); a GPU where there is one when not given.
+
+    Raises:
+        RuntimeError: not started by torchrun, or fewer GPUs than processes on this host; says what to run.
+    """
+    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise RuntimeError(
+                "tensor parallel runs as one process a GPU: start the program with torchrun --nproc-per-node N, or start "
+                "the process group yourself"
+            )
+        local, bound = int(os.environ.get("LOCAL_RANK", "0")), None
+        if kind == "cuda":
+            if local >= torch.cuda.device_count():
+                raise RuntimeError(
+                    f"process {local} of this host has no GPU: there are {torch.cuda.device_count()}; give torchrun "
+                    "--nproc-per-node that number or less, or choose device cpu"
+                )
+            bound = torch.device("cuda", local)
+            torch.cuda.set_device(bound)
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=bound)
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+@torch.no_grad()
+def shard(*models: nn.Module, mesh: DeviceMesh) -> RankGroup:
+    """Cut models down to this rank's part, in place, and move them to the mesh's device.
+
+    Call it once, with the target and its draft head together (the head reads the target's LM head when it is made), before
+    an engine or runner takes them. A head is cut like the target.
+
+    Args:
+        models: of this package: :class:`~specops.models.CausalLM`, :class:`~specops.models.EagleHead`, or modules that
+            contain one.
+        mesh: of one dimension; its device type is where the models go, its current device which one.
+
+    Returns:
+        The ranks, as the models keep them.
+
+    Raises:
+        ValueError: heads or MLP rows that the ranks do not divide (names both, and numbers of ranks that would do), a
+            model that is cut already, or one with nothing to cut. No model has been changed then.
+    """
+    group = RankGroup.of(mesh)
+    parts = [list(_parts(model)) for model in models]
+    for model, found in zip(models, parts, strict=True):
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} has no layer that can be cut; give a target or a head of specops.models"
+            )
+        _check(model, found, group)
+    device = torch.device(mesh.device_type)
+    for model, found in zip(models, parts, strict=True):
+        unpack_linears(model)
+        for part in found:
+            _cut(part, group)
+        if device.type != "cpu":
+            model.to(torch.device(device.type, torch.cuda.current_device()))
+    return group
+
+
+def group_of(model: nn.Module) -> RankGroup | None:
+    """The ranks that share ``model``; None for a whole one."""
+    gather = getattr(model, "gather", None)
+    return gather.group if isinstance(gather, _Gather) else None
+
+
+def random_seed(model: nn.Module, device: torch.device) -> int:
+    """A seed from torch's generator; that of the first rank where ``model`` is shared, whose ``device`` is given."""
+    seed, group = torch.randint(2**62, ()), group_of(model)
+    return int(seed if group is None else group.first(seed.to(device)))
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of ``model`` that are cut."""
+    for module in model.modules():
+        if isinstance(module, (Attention, LatentAttention, MLP, CausalLM, EagleHead)):
+            yield module
+
+
+def _check(model: nn.Module, parts: list[nn.Module], group: RankGroup) -> None:
+    if any(getattr(part, "reduce", None) is not None for part in parts):
+        raise ValueError(f"{type(model).__name__} is cut already; load it again to cut it for {group.size} ranks")
+    shapes = {_shape(part) for part in parts} - {None}
+    failing = [shape for shape in shapes if shape is not None and not _divides(shape, group.size)]
+    if not failing:
+        return
+    sizes = [n for n in range(1, max(max(shape) for shape in shapes if shape) + 1) if _all_divide(shapes, n)]
+    raise ValueError(
+        f"{type(model).__name__} cannot be cut for {group.size} ranks: {'; '.join(map(_in_words, sorted(failing)))}. "
+        f"It can for {_listed(sizes)}"
+    )
+
+
+def _all_divide(shapes: Any, size: int) -> bool:
+    return all(_divides(shape, size) for shape in shapes if shape is not None)
+
+
+def _shape(part: nn.Module) -> tuple[int, ...] | None:
+    """``(query heads, key/value heads)`` of attention, ``(rows,)`` of an MLP."""
+    if isinstance(part, Attention):
+        return part.num_heads, part.num_kv_heads
+    if isinstance(part, LatentAttention):
+        return part.num_heads, 1
+    return (part.down.in_features,) if isinstance(part, MLP) else None
+
+
+def _divides(shape: tuple[int, ...], size: int) -> bool:
+    if len(shape) == 1:
+        return shape[0] % size == 0
+    heads, kv_heads = shape
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _in_words(shape: tuple[int, ...]) -> str:
+    if len(shape) == 1:
+        return f"an MLP of {shape[0]} rows"
+    return f"{shape[0]} query heads over {shape[1]} key/value heads"
+
+
+def _listed(sizes: list[int]) -> str:
+    if sizes == [1]:
+        return "no number of ranks but 1"
+    head, last = sizes[:-1], sizes[-1]
+    return f"{', '.join(map(str, head))} or {last} ranks"
+
+
+def _cut(part: nn.Module, group: RankGroup) -> None:
+    if isinstance(part, Attention):
+        _cut_attention(part, group)
+    elif isinstance(part, LatentAttention):
+        _cut_latent(part, group)
+    elif isinstance(part, MLP):
+        rows = part.down.in_features
+        own = _own(rows, group)
+        _keep_rows(part.gate_up, torch.cat((own, rows + own)))
+        _keep_columns(part.down, own, group)
+        part.reduce = group.sum
+    elif isinstance(part, CausalLM):
+        _cut_lm_head(part, group)
+    elif isinstance(part, EagleHead):
+        weight = _vocabulary_rows(part.lm_head_weight, group)
+        part.gather = _Gather(group, part.lm_head_weight.shape[0])
+        part.lm_head_weight = nn.Parameter(weight, requires_grad=False) if part.config.own_lm_head else weight
+
+
+def _cut_attention(part: Attention, group: RankGroup) -> None:
+    dim, heads, kv_heads = part.head_dim, part.num_heads, part.num_kv_heads
+    own = _own(heads, group)
+    own_kv = _own(kv_heads, group) if kv_heads % group.size == 0 else torch.tensor([group.rank * kv_heads // group.size])
+    stacked = torch.cat((own, heads + own_kv, heads + kv_heads + own_kv))
+    _keep_rows(part.qkv, _spread(stacked, dim))
+    _keep_columns(part.o, _spread(own, dim), group)
+    if part.qk_norm is not None:
+        part.qk_norm.weight = _parameter(part.qk_norm.weight[torch.cat((own, heads + own_kv))])
+    if part.sinks is not None:
+        part.sinks = _parameter(part.sinks[own])
+    part.num_heads, part.num_kv_heads, part.cache = len(own), len(own_kv), None
+    part.reduce = group.sum
+
+
+def _cut_latent(part: LatentAttention, group: RankGroup) -> None:
+    """Heads of the query and of the up-projections; the latent and its cache are whole on every rank."""
+    own, key_dim = _own(part.num_heads, group), part.nope_dim + part.rope_dim
+    query_rows = _spread(own, key_dim)
+    if part.query_up is not None:
+        _keep_rows(part.query_up, query_rows)
+    else:
+        shared = torch.arange(part.first_rows, part.down.out_features)
+        _keep_rows(part.down, torch.cat((query_rows, shared)))
+        part.first_rows = len(query_rows)
+    part.kv_up = _parameter(part.kv_up[_spread(own, part.nope_dim + part.value_dim)])
+    _keep_columns(part.o, _spread(own, part.value_dim), group)
+    part.num_heads, part.cache = len(own), None
+    part.reduce = group.sum
+
+
+def _cut_lm_head(model: CausalLM, group: RankGroup) -> None:
+    weight = model.lm_head.weight
+    part = _vocabulary_rows(weight, group)
+    model.lm_head = nn.Linear(weight.shape[1], part.shape[0], bias=False, device="meta")
+    model.lm_head.weight = nn.Parameter(part, requires_grad=False)
+    model.gather = _Gather(group, weight.shape[0])
+
+
+def _vocabulary_rows(weight: Tensor, group: RankGroup) -> Tensor:
+    """This rank's rows, with zeros behind the last ones where the ranks do not divide the vocabulary."""
+    rows = -(-weight.shape[0] // group.size)
+    part = weight.detach()[group.rank * rows : (group.rank + 1) * rows]
+    missing = rows - part.shape[0]
+    return torch.cat((part, part.new_zeros(missing, part.shape[1]))) if missing else part.clone()
+
+
+def _own(count: int, group: RankGroup) -> Tensor:
+    """Indices of this rank's part of ``count`` things."""
+    size = count // group.size
+    return torch.arange(group.rank * size, (group.rank + 1) * size)
+
+
+def _spread(heads: Tensor, dim: int) -> Tensor:
+    """Rows of heads of ``dim`` rows each."""
+    return (heads[:, None] * dim + torch.arange(dim)).flatten()
+
+
+def _keep_rows(linear: nn.Linear, rows: Tensor) -> None:
+    linear.weight = _parameter(linear.weight[rows.to(linear.weight.device)])
+    if linear.bias is not None:
+        linear.bias = _parameter(linear.bias[rows.to(linear.bias.device)])
+    linear.out_features = len(rows)
+
+
+def _keep_columns(linear: nn.Linear, columns: Tensor, group: RankGroup) -> None:
+    """The outputs are summed over ranks, so the bias stays on the first alone."""
+    linear.weight = _parameter(linear.weight[:, columns.to(linear.weight.device)])
+    if linear.bias is not None and group.rank:
+        linear.bias = _parameter(torch.zeros_like(linear.bias))
+    linear.in_features = len(columns)
+
+
+def _parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.contiguous(), requires_grad=False)

@@ -167,6 +167,68 @@ def fold_blocks(
     return m, total, acc
 
 
+@triton.jit
+def tile_rows(
+    q,
+    q2,
+    tree_mask,
+    kv_head,
+    tile,
+    seq_len,
+    num_keys,
+    start,
+    rows,
+    window,
+    tree_width,
+    stride_qt,
+    stride_qh,
+    stride_q2t,
+    stride_q2h,
+    stride_mask,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    TREE_BITS: tl.constexpr,
+):
+    """What a tile's rows are and see.
+
+    Returns:
+        ``[BLOCK_M]`` row of the request, head, and whether there is such a row; the queries, ``[BLOCK_M, BLOCK_D]`` and
+        ``[BLOCK_M, BLOCK_D2]``; the limits of :func:`row_limits`; where a wide tree mask is read, ``[BLOCK_M]``; and the
+        half-open range of keys that any of the rows sees.
+    """
+    d = tl.arange(0, BLOCK_D)
+    flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = flat // GROUP
+    head = kv_head * GROUP + flat % GROUP
+    valid = row < rows
+    q_at = q + (start + row).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
+    q_tile = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    q2_tile = q_tile
+    if D2 > 0:
+        d2 = tl.arange(0, BLOCK_D2)
+        q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
+        q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
+    first, last, bits = row_limits(
+        row, valid, start, seq_len, num_keys, rows, window, tree_mask, stride_mask, tree_width,
+        BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
+    )  # fmt: skip
+    mask_row = row
+    if TREE and TREE_BITS == 0:
+        mask_row = tree_mask + (start + row).to(tl.int64) * stride_mask
+    low, high = tile_keys(
+        tile * BLOCK_M // GROUP, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
+        seq_len, num_keys, rows, window, tree_width, WINDOW, TREE,
+    )  # fmt: skip
+    return row, head, valid, q_tile, q2_tile, first, last, bits, mask_row, low, high
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED_CALL)
 def split_kernel(
     q,
@@ -384,30 +446,12 @@ def split_unit(
 ):
     """Every ``step``-th key block from ``begin`` to ``end`` of one unit: into the output when this program is the only
     contributor, else into slot ``slot`` of the partial results, and merged if this program is the last of them."""
-    d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     m_index = tl.arange(0, BLOCK_M)
-    flat = tile * BLOCK_M + m_index
-    row = flat // GROUP
-    head = kv_head * GROUP + flat % GROUP
-    valid = row < rows
-    q_at = q + (start + row).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
-    q_tile = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-    q2_tile = q_tile
-    if D2 > 0:
-        d2 = tl.arange(0, BLOCK_D2)
-        q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
-        q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
-    first, last, bits = row_limits(
-        row, valid, start, seq_len, num_keys, rows, window, tree_mask, stride_mask, tree_width,
-        BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
-    )  # fmt: skip
-    mask_row = tree_mask
-    if TREE and TREE_BITS == 0:
-        mask_row = tree_mask + (start + row).to(tl.int64) * stride_mask
-    low, high = tile_keys(
-        tile * BLOCK_M // GROUP, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
-        seq_len, num_keys, rows, window, tree_width, WINDOW, TREE,
+    row, head, valid, q_tile, q2_tile, first, last, bits, mask_row, low, high = tile_rows(
+        q, q2, tree_mask, kv_head, tile, seq_len, num_keys, start, rows, window, tree_width,
+        stride_qt, stride_qh, stride_q2t, stride_q2h, stride_mask,
+        GROUP, D, D2, BLOCK_M, BLOCK_D, BLOCK_D2, BLOCK_W, WINDOW, TREE, TREE_BITS,
     )  # fmt: skip
     if WINDOW:
         # Blocks that none of this tile's rows sees, in whole steps.
@@ -663,30 +707,11 @@ def tiles_kernel(
         if SCALED_KV:
             score_scale = score_scale * tl.load(k_scale)
             v_factor = tl.load(v_scale)
-        d = tl.arange(0, BLOCK_D)
         dv = tl.arange(0, BLOCK_DV)
-        flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = flat // GROUP
-        head = kv_head * GROUP + flat % GROUP
-        valid = row < rows
-        q_at = q + (start + row).to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
-        q_tile = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-        q2_tile = q_tile
-        if D2 > 0:
-            d2 = tl.arange(0, BLOCK_D2)
-            q2_at = q2 + (start + row).to(tl.int64)[:, None] * stride_q2t + head[:, None] * stride_q2h + d2[None, :]
-            q2_tile = tl.load(q2_at, mask=valid[:, None] & (d2 < D2)[None, :], other=0.0)
-        first, last, bits = row_limits(
-            row, valid, start, seq_len, num_keys, rows, window, tree_mask, stride_mask, tree_width,
-            BLOCK_M, BLOCK_W, WINDOW, TREE, TREE_BITS,
-        )  # fmt: skip
-        mask_row = tree_mask
-        if TREE and TREE_BITS == 0:
-            mask_row = tree_mask + (start + row).to(tl.int64) * stride_mask
-        first_row = tile * BLOCK_M // GROUP
-        low, high = tile_keys(
-            first_row, tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1),
-            seq_len, num_keys, rows, window, tree_width, WINDOW, TREE,
+        row, head, valid, q_tile, q2_tile, first, last, bits, mask_row, low, high = tile_rows(
+            q, q2, tree_mask, kv_head, tile, seq_len, num_keys, start, rows, window, tree_width,
+            stride_qt, stride_qh, stride_q2t, stride_q2h, stride_mask,
+            GROUP, D, D2, BLOCK_M, BLOCK_D, BLOCK_D2, BLOCK_W, WINDOW, TREE, TREE_BITS,
         )  # fmt: skip
         begin = low // BLOCK_N
         end = (high + BLOCK_N - 1) // BLOCK_N
@@ -695,7 +720,7 @@ def tiles_kernel(
         elif TREE:
             full_end = tl.maximum(tl.minimum(seq_len - tree_width, num_keys), 0) // BLOCK_N
         else:
-            full_end = tl.maximum(tl.minimum(seq_len - rows + first_row + 1, num_keys), 0) // BLOCK_N
+            full_end = tl.maximum(tl.minimum(seq_len - rows + tile * BLOCK_M // GROUP + 1, num_keys), 0) // BLOCK_N
         m = tl.full((BLOCK_M,), NEG_INF, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)

@@ -1,0 +1,303 @@
+"""The classes that vLLM asks of an attention backend: what it takes, a step's metadata, and a layer's two calls.
+
+Nothing is copied but the result: specops' attention returns a fresh tensor, vLLM hands one over to be filled.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from specops import ops
+from specops.integrations.vllm import version_warning, vllm_version
+from specops.integrations.vllm.mapping import CACHE_DTYPES, cache_views, graph_safe, layout_of, refusals
+from specops.integrations.vllm.worker import COUNTS
+from specops.layout import QueryLayout
+from specops.ops.backends import device_kind
+from specops.ops.capabilities import FLOATS, FP8
+
+_logger = init_logger("vllm.specops.backend")
+
+
+class SpecopsBackend(AttentionBackend):  # type: ignore[misc]
+    """specops' ops as vLLM's ``CUSTOM`` attention backend, on GPUs and CPUs."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(FLOATS)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[SpecopsImpl]:
+        return SpecopsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SpecopsMetadataBuilder]:
+        return SpecopsMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """All, those first whose tokens lie one behind the other: the CPU op reads them in place."""
+        first = (KVCacheLayout.LBNHC, KVCacheLayout.BLNHC)
+        return (*first, *(layout for layout in KVCacheLayout if layout not in first))
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """The layout is chosen from numbers on the host."""
+        return False
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        *args: Any,
+        has_sink: bool = False,
+        has_sliding_window: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Why this backend cannot serve a model, in words; empty when it can. vLLM raises with them before it loads."""
+        _warn_of_version()
+        reasons = super().validate_configuration(
+            head_size,
+            dtype,
+            kv_cache_dtype,
+            block_size,
+            *args,
+            has_sink=has_sink,
+            has_sliding_window=has_sliding_window,
+            **kwargs,
+        )
+        features = [name for name, needed in (("sinks", has_sink), ("window", has_sliding_window)) if needed]
+        return [*reasons, *_refusals(head_size, dtype, kv_cache_dtype, block_size, features=features)]
+
+
+@dataclass
+class SpecopsMetadata:
+    """A step of ``T`` tokens of ``B`` requests, padding included. The tensors are views of vLLM's own buffers.
+
+    Attributes:
+        num_actual_tokens: ``T``.
+        block_table: ``[B, max_pages]`` int32.
+        seq_lens: ``[B]`` int32, keys including the new tokens.
+        layout: how tokens belong to requests.
+    """
+
+    num_actual_tokens: int
+    block_table: Tensor
+    seq_lens: Tensor
+    layout: QueryLayout
+
+
+class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsMetadata]):  # type: ignore[misc]
+    """Makes a step's :class:`SpecopsMetadata`, the same way in eager mode, at capture and at replay."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Steps whose requests have one width: a graph holds one layout."""
+        safe = graph_safe(_options(vllm_config), current_platform.device_type)
+        return AttentionCGSupport.UNIFORM_BATCH if safe else AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SpecopsMetadata:
+        """See the base class; ``common_prefix_len`` and ``fast_build`` change nothing.
+
+        Raises:
+            ValueError: a step that is not causal.
+        """
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise ValueError("specops' vLLM plug-in serves causal attention alone; choose another attention backend")
+        return SpecopsMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            block_table=common.block_table_tensor,
+            seq_lens=common.seq_lens,
+            layout=layout_of(common.num_reqs, common.num_actual_tokens, common.max_query_len, common.query_start_loc),
+        )
+
+
+class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
+    """Attention of one layer: the arguments of vLLM's, refused here where only the layer knows them."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.window = sliding_window
+        self.softcap = logits_soft_cap or None
+        self.sinks = sinks
+        config = get_current_vllm_config()
+        self.backend = _options(config)
+        given = (("window", sliding_window), ("softcap", self.softcap), ("sinks", sinks))
+        _warn_of_version()
+        reasons = _refusals(
+            head_size,
+            torch.get_default_dtype(),
+            kv_cache_dtype,
+            config.cache_config.block_size if config.cache_config is not None else None,
+            num_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            features=[name for name, value in given if value is not None],
+        )
+        if alibi_slopes is not None:
+            reasons.append("ALiBi slopes")
+        if attn_type != AttentionType.DECODER:
+            reasons.append(f"attention of type {attn_type} (decoders are served)")
+        reasons += [f"option {name}={value}" for name, value in others.items() if value not in (None, False, -1)]
+        if reasons:
+            raise ValueError(
+                f"specops' vLLM plug-in cannot serve this model: {'; '.join(reasons)}. Choose another attention backend"
+            )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """The op takes sinks in float32; a checkpoint may hold them in another dtype."""
+        if self.sinks is not None:
+            self.sinks = self.sinks.float()
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Store the new keys and values ``[T, Hkv, D]``; tokens behind ``slot_mapping``'s end, and slots of -1, are not."""
+        COUNTS["stored"] += 1
+        k_cache, v_cache = cache_views(kv_cache, self.head_size, self.kv_cache_dtype)
+        k_scale, v_scale = self._scales(layer)
+        count = slot_mapping.shape[0]
+        ops.store_kv(k_cache, v_cache, key[:count], value[:count], slot_mapping, k_scale=k_scale, v_scale=v_scale)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: SpecopsMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the new tokens over the cache, into ``output [T, Hq, Dv]``; rows of padding keep what they hold.
+
+        Without metadata vLLM is measuring memory, and the result is zeros.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("specops' vLLM plug-in does not quantise its output")
+        if attn_metadata is None:
+            return output.fill_(0)
+        layout, count = attn_metadata.layout, attn_metadata.num_actual_tokens
+        COUNTS[layout.kind] += 1
+        k_cache, v_cache = cache_views(kv_cache, self.head_size, self.kv_cache_dtype)
+        k_scale, v_scale = self._scales(layer)
+        output[:count] = ops.mha(
+            query[:count],
+            k_cache,
+            v_cache,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            layout=layout,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            backend=self.backend,
+        )
+        return output
+
+    def _scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
+        if CACHE_DTYPES[self.kv_cache_dtype] is not FP8:
+            return None, None
+        return layer._k_scale, layer._v_scale
+
+
+def _refusals(head_size: int, dtype: torch.dtype, cache_dtype: Any, block_size: int | None, **more: Any) -> list[str]:
+    """:func:`~specops.integrations.vllm.mapping.refusals` on the current platform, under the current config."""
+    config = get_current_vllm_config_or_none()
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return refusals(
+        backend=_options(config),
+        device_type=device_kind(torch.device(current_platform.device_type)),
+        compute_capability=None if capability is None else (capability.major, capability.minor),
+        head_dim=head_size,
+        q_dtype=dtype,
+        cache_dtype=cache_dtype,
+        page_size=block_size,
+        max_query_len=1 if config is None else config.scheduler_config.max_num_batched_tokens,
+        **more,
+    )
+
+
+def _options(config: VllmConfig | None) -> str:
+    """The specops backend that ``additional_config={"specops": {"backend": ...}}`` names, or ``"auto"``.
+
+    Raises:
+        ValueError: other options under ``"specops"``.
+    """
+    options = dict((config.additional_config or {}).get("specops", {})) if config is not None else {}
+    backend = options.pop("backend", "auto")
+    if options or not isinstance(backend, str):
+        raise ValueError(
+            "additional_config['specops'] takes one option, 'backend', the name of a specops backend; "
+            f"got backend {backend!r} and {options or 'nothing'} beside it"
+        )
+    return backend
+
+
+@functools.cache
+def _warn_of_version() -> None:
+    """One warning a process where vLLM's version is outside of the tested range."""
+    warning = version_warning(vllm_version())
+    if warning is not None:
+        _logger.warning(warning)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specops.layout import QueryLayout
-from specops.ops.backends import UnsupportedAttention, get_backend, resolve
+from specops.ops.backends import AUTO_ORDER, UnsupportedAttention, get_backend, resolve
 from specops.ops.capabilities import FP8, AttentionRequest
 
 # vLLM's names of cache dtypes; None is the model's own. fp8 is e4m3 in vLLM too, stored as bytes.
@@ -124,6 +124,11 @@ def refusals(
             chosen = resolve(backend, request)
         except UnsupportedAttention as error:
             reasons.append(str(error))
+            break
+        if backend == "auto" and chosen.name == "reference":
+            fastest = get_backend(AUTO_ORDER[device_type][0], "mha")
+            reasons += fastest.capabilities.why_not(request)
+            reasons.append("the backend 'reference' would serve it, slowly, if it is named")
             break
         if chosen.capabilities.needs_plan:
             reasons.append(f"specops backend {chosen.name} plans each step on the host, which this plug-in does not do")

@@ -30,7 +30,8 @@ def write_target(source: Any, folder: str | Path, *, dtype: torch.dtype = torch.
     """A target model's folder; one that is there already is left as it is.
 
     Args:
-        source: as :func:`specops.models.load_target` takes it; GGUF weights are dequantised.
+        source: as :func:`specops.models.load_target` takes it; GGUF weights are dequantised. The tokenizer comes along, but
+            for a transformers model object, which has none.
         folder: where to.
         dtype: of the weights.
 
@@ -44,7 +45,9 @@ def write_target(source: Any, folder: str | Path, *, dtype: torch.dtype = torch.
     if checkpoint.freq_factors is not None:
         raise ValueError(f"{checkpoint.where} scales its rotary frequencies, which this folder's config cannot say")
     weights = {name: tensor.to(dtype).contiguous() for name, tensor in checkpoint.tensors}
-    return _write(path, _target_config(checkpoint, dtype), weights, load_tokenizer(source))
+    # A model object has no tokenizer with it.
+    tokenizer = None if hasattr(source, "state_dict") else load_tokenizer(source)
+    return _write(path, _target_config(checkpoint, dtype), weights, tokenizer)
 
 
 def write_head(head: EagleHead, folder: str | Path) -> Path:
@@ -115,7 +118,12 @@ def _target_config(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Any]
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    given = {name: value for name, value in checkpoint.config.items() if name != "architectures" and value is not None}
+    given = {
+        name: value
+        for name, value in checkpoint.config.items()
+        # No end token is a choice; any other None is a field that was not there.
+        if name != "architectures" and (value is not None or name.endswith("_token_id"))
+    }
     fields: dict[str, Any] = AutoConfig.for_model(**given).to_dict()
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]
     return {**fields, "architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}

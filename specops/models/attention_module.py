@@ -84,11 +84,21 @@ class PagedAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
         """What :meth:`forward` does, under a name that subclasses with projections can call."""
-        cache = self.cache
-        if cache is None:
-            raise RuntimeError("this attention layer has no KV cache; call allocate_caches() on its model, or set .cache")
-        meta.check_page_size(cache.page_size)
+        cache = self.ready_cache(meta)
         ops.store_kv(cache.k, cache.v, k, v, meta.slots, k_scale=cache.k_scale, v_scale=cache.v_scale)
+        return self.read_cache(q, meta)
+
+    def ready_cache(self, meta: AttentionMetadata) -> PagedKVCache:
+        """The cache, which must be there and have the page size that ``meta`` was made for."""
+        if self.cache is None:
+            raise RuntimeError("this attention layer has no KV cache; call allocate_caches() on its model, or set .cache")
+        meta.check_page_size(self.cache.page_size)
+        return self.cache
+
+    def read_cache(self, q: Tensor, meta: AttentionMetadata) -> Tensor:
+        """Attend to what the cache holds, keys and values of ``q``'s own rows included: ``[T, num_heads, value_dim]``."""
+        cache = self.cache
+        assert cache is not None
         return ops.mha(
             q,
             cache.k,

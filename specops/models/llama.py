@@ -26,9 +26,9 @@ from specops.kv_cache import PagedKVCache
 from specops.metadata import AttentionMetadata
 from specops.models.attention_module import PagedAttention
 from specops.models.config import ModelConfig
-from specops.models.projections import RMSNorm, added, can_fuse, fused_linear, normed
+from specops.models.projections import RMSNorm as RMSNorm
+from specops.models.projections import added, can_fuse, fused_linear, normed
 from specops.models.rotary import Rope, Rotary, rotate
-from specops.ops.contracts import constant_when_compiled
 
 Reduce = Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -258,7 +258,8 @@ class CausalLM(nn.Module):
         """
         hidden = self.embed_tokens(input_ids)
         if self.config.embedding_scale is not None:
-            hidden = hidden * _rounded(self.config.embedding_scale, hidden.dtype)
+            # Gemma multiplies by a scale of the model's own dtype.
+            hidden = hidden * hidden.new_full((), self.config.embedding_scale)
         rope = self.rotary(meta.positions, hidden.dtype)
         streams = {0: hidden} if 0 in aux_layers else {}
         for index, layer in enumerate(self.layers, start=1):
@@ -279,9 +280,3 @@ class CausalLM(nn.Module):
         if cap is not None:
             logits = (torch.tanh(logits.float() / cap) * cap).to(hidden.dtype)
         return cast(Tensor, logits)
-
-
-@constant_when_compiled
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    """``value`` as ``dtype`` can hold it: Gemma multiplies by a scale of the model's own dtype."""
-    return float(torch.tensor(value, dtype=dtype))

@@ -1,20 +1,24 @@
-"""Linear layers of few rows on a CPU, over weights that oneDNN has laid out beforehand.
+"""Linear layers of few rows on a CPU, where ``F.linear`` is far from the speed of memory.
 
-A step of decoding multiplies 1 to a few dozen rows. ``F.linear`` lays the weight out anew at each call, which for such flat
-products costs as much as the product. :func:`pack_linears` keeps a second copy of every weight in oneDNN's own layout:
+A step of decoding multiplies 1 to a few dozen rows. :func:`pack_linears` has such products done in one of two ways:
 
-    pack_linears(target)                # nn.Linear layers, LM head included; a tied embedding keeps its own weight
+    pack_linears(target)                # nn.Linear layers, LM head included, and whole decoder layers
     pack_linears(head)                  # and the rows of the LM head that a draft head reads
 
-On one core of a Xeon with AVX-512, 30 layers of SmolLM2 (hidden 576) took, in ms, plain and packed:
+* By the compiled kernels of :mod:`specops.ops.native`, which read the weights where they lie. Decoder layers become
+  :class:`~specops.models.native_layer.NativeDecoderLayer`.
+* Without a C compiler, over a second copy of every weight that oneDNN has laid out beforehand: ``F.linear`` lays the
+  weight out anew at each call, which for such flat products costs as much as the product. The copy doubles the weights'
+  memory, and is made anew when a weight was changed in place or replaced.
 
-    rows      1           4           6
-    float32   28 / 30     52 / 38     60 / 39
-    bfloat16  28 / 18     37 / 25     43 / 27
+On two cores of a Xeon with AVX-512, the products of a step of SmolLM2 (LM head included) took, in ms, plain, packed, and
+compiled:
 
-The copy is made anew when a weight was changed in place or replaced. Other devices and dtypes, many rows, gradients and
-code under ``torch.compile`` take ``F.linear`` as before. The weights themselves stay where they are, so saving,
-loading and moving a packed model work as usual; the copy doubles the weights' memory.
+    rows      1                   4                   6                   16
+    float32   18.6 / 25.6 / 17.8  33.6 / 24.9 / 19.9  36.6 / 26.4 / 23.1  45.7 / 36.1 / 34.1
+
+Other devices and dtypes, many rows, gradients and code under ``torch.compile`` take ``F.linear`` as before. The weights
+themselves stay where they are, so saving, loading and moving a packed model work as usual.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specops.ops import native
+
+# As many rows the compiled kernels take; above, F.linear's products are large enough to be faster.
+NATIVE_ROWS = 32
 # More rows than this are worth F.linear's own packing; with fewer float32 rows than the first it reads the weight once.
 MAX_ROWS = 64
 MIN_ROWS = {torch.float32: 2, torch.bfloat16: 1}
@@ -43,18 +51,21 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class PackedWeight:
-    """The packed copy of one weight.
+    """Products with one weight; holds its packed copy once that is needed.
 
     Args:
         weight: ``[N, K]`` float32 or bfloat16 on the CPU; :func:`can_pack` must hold.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._min_rows = MIN_ROWS[weight.dtype]
-        self._refresh(weight)
+        self._packed: Tensor | None = None
+        self._address: int | None = None
+        self._version = 0
+        if native.library() is None:
+            self._refresh(weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``F.linear(x, weight, bias)``, packed where that is the faster one and possible.
+        """``F.linear(x, weight, bias)``, another way where that is the faster one and possible.
 
         Args:
             x: ``[..., K]``.
@@ -64,14 +75,17 @@ class PackedWeight:
         if torch.compiler.is_compiling():
             return F.linear(x, weight, bias)
         rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-        if not self._min_rows <= rows <= MAX_ROWS or x.dtype != self._dtype or not x.is_cpu:
+        if native.library() is not None:
+            return native.linear(x, weight, bias) if _is_native(x, weight, bias, rows) else F.linear(x, weight, bias)
+        if not MIN_ROWS.get(x.dtype, 1) <= rows <= MAX_ROWS or weight.dtype != x.dtype or not x.is_cpu:
             return F.linear(x, weight, bias)
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return F.linear(x, weight, bias)
         if weight.data_ptr() != self._address or _version(weight) != self._version:
-            if not can_pack(weight) or weight.dtype != x.dtype:
+            if not can_pack(weight):
                 return F.linear(x, weight, bias)
             self._refresh(weight)
+        assert self._packed is not None
         return _multiply(x, self._packed, bias)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,7 +95,6 @@ class PackedWeight:
     def _refresh(self, weight: Tensor) -> None:
         with torch.no_grad():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
-        self._dtype = weight.dtype
         self._address, self._version = weight.data_ptr(), _version(weight)
 
 
@@ -95,36 +108,58 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Pack every ``nn.Linear`` of ``model`` and, in a draft head, the LM head's rows. Layers stay the same objects.
+    """Speed up every ``nn.Linear`` of ``model`` and, in a draft head, the LM head's rows. Layers stay the same objects.
 
-    Subclasses of ``nn.Linear`` are left alone, and so is a model whose copies would not fit into half of the free memory.
+    Subclasses of ``nn.Linear`` are left alone. Without the compiled kernels, so is a model whose packed copies would not
+    fit into half of the free memory.
 
     Returns:
-        How many weights are packed now, those that were packed before included.
+        How many weights are multiplied another way now, those from before included.
     """
+    from specops.models.native_layer import use_native_layers
+
     linears = [module for module in model.modules() if type(module) is nn.Linear and can_pack(module.weight)]
     heads = [(module, rows) for module in model.modules() if (rows := _draft_rows(module)) is not None]
     unpacked = [(head, rows) for head, rows in heads if head.packed_lm_head is None]
     new: list[Tensor] = [linear.weight for linear in linears] + [rows for _, rows in unpacked]
-    if sum(weight.numel() * weight.element_size() for weight in new) <= MEMORY_SHARE * _free_memory():
+    compiled = native.library() is not None
+    if compiled or sum(weight.numel() * weight.element_size() for weight in new) <= MEMORY_SHARE * _free_memory():
         for linear in linears:
             # The class alone changes: names, parameters and hooks stay.
             linear.__class__ = PackedLinear
             object.__setattr__(linear, "packed", PackedWeight(linear.weight))
         for head, rows in unpacked:
             object.__setattr__(head, "packed_lm_head", PackedWeight(rows))
+    if compiled:
+        use_native_layers(model)
     packed_heads = sum(head.packed_lm_head is not None for head, _ in heads)
     return sum(isinstance(module, PackedLinear) for module in model.modules()) + packed_heads
 
 
 def unpack_linears(model: nn.Module) -> None:
     """Undo :func:`pack_linears` and free the copies."""
+    from specops.models.native_layer import drop_native_layers
+
+    drop_native_layers(model)
     for module in model.modules():
         if isinstance(module, PackedLinear):
             object.__delattr__(module, "packed")
             module.__class__ = nn.Linear  # type: ignore[assignment]
         elif _draft_rows(module) is not None:
             object.__setattr__(module, "packed_lm_head", None)
+
+
+def _is_native(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
+    """Whether the compiled kernels take a product."""
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return (
+        rows <= NATIVE_ROWS
+        and x.dtype in native.DTYPES
+        and all(tensor.dtype == x.dtype for tensor in given)
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+        and native.usable(*given)
+    )
 
 
 def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,8 +1,10 @@
-"""The CPU backend: attention over a paged cache as vectorised PyTorch that does no work past a request's keys.
+"""The CPU backend: attention over a paged cache that does no work past a request's keys.
 
-A CPU kernel may read values for free, so requests are taken one at a time, and of each only the pages that it owns and
-its window reaches: as a view where their ids are consecutive, gathered otherwise. The query heads of one KV head become
-rows of one matrix product, so K and V are never repeated. Scores and sums are float32, float64 for a float64 query.
+Short query blocks in float32 or bfloat16 are one call of a compiled kernel (:mod:`specops.ops.native`), which reads pages
+where they lie. Everything else, and all of it on a machine without a C compiler, is vectorised PyTorch: a CPU kernel may
+read values for free, so requests are taken one at a time, and of each only the pages that it owns and its window
+reaches: as a view where their ids are consecutive, gathered otherwise. The query heads of one KV head become rows of one
+matrix product, so K and V are never repeated. Scores and sums are float32, float64 for a float64 query.
 
 Rows go in blocks small enough for their scores to stay in cache, and a block reads no key behind its last row. A few
 half-precision rows go through ``scaled_dot_product_attention`` instead, which does not widen K and V first.
@@ -10,6 +12,7 @@ half-precision rows go through ``scaled_dot_product_attention`` instead, which d
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specops.layout import QueryLayout
+from specops.ops import native
 from specops.ops.reference import accumulator, visible_keys
 from specops.ops.store_kv import as_bits
 
@@ -24,6 +28,8 @@ from specops.ops.store_kv import as_bits
 BLOCK_SCORES = 1 << 18
 # Up to this many rows of a KV head, fused attention beats widening half-precision K and V to float32.
 FUSED_ROWS = 8
+# Wider query blocks are prompts, whose products are large enough for PyTorch's.
+NATIVE_ROWS = 64
 
 
 def mha(
@@ -44,6 +50,8 @@ def mha(
     plan: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as :func:`specops.ops.mha`; ``plan`` is not needed."""
+    if k_scale is None and _is_native(q, k_cache, v_cache, layout, window, tree_mask):
+        return _native(q, k_cache, v_cache, page_table, seq_lens, layout, scale, window, softcap, sinks, tree_mask)
     if k_scale is not None:
         scale = scale * k_scale.item()
     out = _attention(q, k_cache, v_cache, page_table, seq_lens, layout, scale, window, softcap, sinks, tree_mask)
@@ -73,6 +81,82 @@ def mla(
     values = cache[..., : q_latent.shape[2]]
     out = _attention(q, cache, values, page_table, seq_lens, layout, scale, window, softcap, sinks, tree_mask)
     return out if kv_scale is None else out.mul_(kv_scale)
+
+
+def _is_native(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: QueryLayout, window: int | None, tree_mask: Tensor | None
+) -> bool:
+    """Whether the compiled kernel takes a call. Its vectors are of 16 floats at most, so head dims are multiples of 16."""
+    dim, value_dim = q.shape[2], v_cache.shape[3]
+    return (
+        q.dtype in native.DTYPES
+        and k_cache.dtype == q.dtype
+        and layout.max_query_len <= NATIVE_ROWS
+        and dim % 16 == 0
+        and value_dim % 16 == 0
+        and max(dim, value_dim) <= native.MAX_DIM
+        and q.shape[1] <= native.MAX_GROUP * k_cache.shape[2]
+        and (window is None or tree_mask is None)
+        and native.library() is not None
+    )
+
+
+def _native(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    layout: QueryLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+) -> Tensor:
+    """``[T, Hq, Dv]`` of a call that :func:`_is_native` takes."""
+    lib = native.library()
+    assert lib is not None
+    num_rows, num_heads, dim = q.shape
+    page_size, num_kv_heads, value_dim = v_cache.shape[1:]
+    out = torch.empty((num_rows, num_heads, value_dim), dtype=q.dtype, device="cpu")
+    # Small tensors, views as a rule where they are not contiguous already; the names keep copies alive through the call.
+    page_table, seq_lens = page_table.contiguous(), seq_lens.contiguous()
+    start, sinks, tree_mask = (
+        None if tensor is None else tensor.contiguous() for tensor in (layout.query_start, sinks, tree_mask)
+    )
+    call = native.Attention(
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        page_table.data_ptr(),
+        seq_lens.data_ptr(),
+        None if start is None else start.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        None if tree_mask is None else tree_mask.data_ptr(),
+        out.data_ptr(),
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        page_table.stride(0),
+        *((0, 0) if tree_mask is None else (tree_mask.stride(0), tree_mask.shape[1])),
+        page_table.shape[0],
+        num_rows,
+        layout.max_query_len,
+        num_heads,
+        num_kv_heads,
+        dim,
+        value_dim,
+        page_size,
+        page_table.shape[1],
+        window or 0,
+        q.dtype == torch.bfloat16,
+        scale,
+        softcap or 0.0,
+    )
+    if lib.specops_attention(ctypes.byref(call), torch.get_num_threads()):
+        raise MemoryError("no memory was left for the partial results of attention")
+    return out
 
 
 def _attention(

@@ -1,18 +1,23 @@
 """Packed CPU weights: equal to F.linear within rounding, in every case that falls back, and as weights change.
 
+Every test but the last ones runs with the compiled kernels turned off, as on a machine without a compiler.
+
 Run alone: OMP_NUM_THREADS=1 pytest tests/models/test_packed_linear.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 from specops.models import packed_linear
-from specops.models.packed_linear import MAX_ROWS, PackedLinear, can_pack, pack_linears, unpack_linears
+from specops.models.packed_linear import MAX_ROWS, NATIVE_ROWS, PackedLinear, can_pack, pack_linears, unpack_linears
+from specops.ops import native
 from specops.spec import Engine, SpecConfig
 from tests.compile.toys import tiny_draft
 from tests.spec.toys import Shadow, greedy, small_llama, target_of
@@ -20,6 +25,18 @@ from tests.spec.toys import Shadow, greedy, small_llama, target_of
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(torch.zeros(2, 2, dtype=dtype))]
 needs_packing = pytest.mark.skipif(not DTYPES, reason="this build of torch has no oneDNN, so nothing is packed")
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 13, [9, 8]]
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    with contextlib.nullcontext() if "with_kernels" in request.fixturenames else native.disabled():
+        yield
+
+
+@pytest.fixture
+def with_kernels() -> None:
+    if native.library() is None:
+        pytest.skip("there is no C compiler here, or SPECOPS_NATIVE=0")
 
 
 @pytest.fixture
@@ -177,3 +194,42 @@ def test_a_packed_model_can_be_copied_and_the_copy_stands_alone() -> None:
         other[0].weight.mul_(2)
         torch.testing.assert_close(model(x), expected)
         torch.testing.assert_close(other(x) - other[0].bias, 2 * (expected - model[0].bias))
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 5, NATIVE_ROWS, NATIVE_ROWS + 1])
+def test_with_the_kernels_nothing_is_packed(dtype: torch.dtype, rows: int, packed_calls: list[int]) -> None:
+    linear = nn.Linear(96, 80).to(dtype).requires_grad_(False)
+    x = torch.randn(rows, 96).to(dtype)
+    expected = x.double() @ linear.weight.double().T + linear.bias.double()
+    assert pack_linears(linear) == 1
+    with torch.profiler.profile() as profile:
+        out = linear(x)
+    plain = "aten::linear" in {event.key for event in profile.key_averages()}
+    assert plain == (rows > NATIVE_ROWS)
+    assert (out.dtype, out.shape) == (dtype, (rows, 80))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    assert packed_calls == []
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("case", ["gradient", "compiled", "double", "transposed", "fake"])
+def test_what_the_kernels_do_not_serve_is_the_plain_product(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear(96, 80).requires_grad_(case == "gradient")
+    pack_linears(linear)
+    monkeypatch.setattr(native, "linear", lambda *args: pytest.fail("the kernel was called"))
+    x, run = torch.randn(4, 96), linear
+    if case == "compiled":
+        run = torch.compile(linear, backend="eager", fullgraph=True)
+    elif case == "double":
+        linear.double()
+        x = x.double()
+    elif case == "transposed":
+        linear.weight = nn.Parameter(torch.randn(96, 80).T, requires_grad=False)
+    elif case == "fake":
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            assert linear(torch.empty(4, 96)).shape == (4, 80)
+        return
+    torch.testing.assert_close(run(x), x @ linear.weight.T + linear.bias, rtol=1e-5, atol=1e-5)

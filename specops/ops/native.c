@@ -1,0 +1,672 @@
+/* Kernels for a few token rows on a CPU, in C that any compiler with GNU vector extensions takes.
+ *
+ * Compiled at first use and called through ctypes by native.py; nothing here knows of Python or torch. Weights and caches
+ * are float32 or bfloat16 ("half" below) and are read where they lie; everything is computed in float32.
+ *
+ * A product reads each weight row once for up to TM token rows and is bound by memory. Every dot product adds its terms in
+ * an order that depends on K alone, and attention cuts keys into blocks at fixed positions: a row's result does not depend
+ * on the rows beside it nor on the number of threads, so a verified token is, bit for bit, the one plain decoding finds.
+ */
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define VL 16
+#define TM 4
+#elif defined(__AVX__)
+#define VL 8
+#define TM 2 /* 16 registers */
+#else
+#define VL 4
+#define TM 4
+#endif
+#define KB 64      /* keys of a block of attention */
+#define CHUNK 128  /* keys of an item of attention; a multiple of KB */
+#define ROWS 64    /* query rows times heads of a group of an item, at most */
+#define MAX_DIM 256
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint32_t vuu __attribute__((vector_size(VL * 4), aligned(2), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float widen(uint16_t bits) {
+  uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  memcpy(&value, &wide, 4);
+  return value;
+}
+
+INLINE uint16_t narrow(float value) { /* to nearest, ties to even; NaN stays NaN */
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  if (value != value) return 0x7fc0;
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE float get(const void *p, long i, int half) { return half ? widen(((const uint16_t *)p)[i]) : ((const float *)p)[i]; }
+
+INLINE void put(void *p, long i, float value, int half) {
+  if (half) ((uint16_t *)p)[i] = narrow(value);
+  else ((float *)p)[i] = value;
+}
+
+INLINE float sum_of(vf v) {
+  for (int step = VL / 2; step > 0; step /= 2)
+    for (int i = 0; i < step; i++) v[i] += v[i + step];
+  return v[0];
+}
+
+/* Sums of up to 16 vectors, each in the order of sum_of: out[i] of acc[i]. */
+INLINE void sums(const vf *acc, int count, float *out) {
+#if defined(__AVX512F__)
+  __m512 fold[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) fold[i] = i < count ? (__m512)acc[i] : _mm512_setzero_ps();
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    __m512 a = fold[2 * i], b = fold[2 * i + 1];
+    fold[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    __m512 a = fold[2 * i], b = fold[2 * i + 1];
+    fold[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    __m512 a = fold[2 * i], b = fold[2 * i + 1];
+    fold[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+  float mixed[16];
+  _mm512_storeu_ps(mixed, _mm512_add_ps(_mm512_shuffle_ps(fold[0], fold[1], 0x88), _mm512_shuffle_ps(fold[0], fold[1], 0xdd)));
+#pragma GCC unroll 16
+  for (int i = 0; i < count; i++) out[i] = mixed[4 * (i % 4) + i / 4];
+#else
+  for (int i = 0; i < count; i++) out[i] = sum_of(acc[i]);
+#endif
+}
+
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+
+INLINE vf splat(float value) { return value - (vf){0}; }
+
+/* exp to about 2 ulp; 0 below -87, NaN for NaN. */
+INLINE vf exp_of(vf x) {
+  vi tiny = x < splat(-87.0f);
+  vf z = pick(x > splat(88.0f), splat(88.0f), pick(tiny, splat(-87.0f), x));
+  vf n = (z * splat(1.44269504f) + splat(12582912.0f)) - splat(12582912.0f);
+  vf r = z - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + splat(1.3981999507e-3f);
+  p = p * r + splat(8.3334519073e-3f);
+  p = p * r + splat(4.1665795894e-2f);
+  p = p * r + splat(1.6666665459e-1f);
+  p = p * r + splat(5.0000001201e-1f);
+  p = p * r * r + r + splat(1.0f);
+  vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+  return pick(tiny, (vf){0}, p * (vf)exponent);
+}
+
+/* Products ------------------------------------------------------------------------------------------------------- */
+
+/* Token rows are float32; for half weights each group of 2 VL elements has its even ones first, as a load splits them. */
+INLINE void spread(float *row, long K) {
+  float buffer[2 * VL];
+  for (long k = 0; k + 2 * VL <= K; k += 2 * VL) {
+    memcpy(buffer, row + k, sizeof buffer);
+    for (int i = 0; i < VL; i++) row[k + i] = buffer[2 * i], row[k + VL + i] = buffer[2 * i + 1];
+  }
+}
+
+/* Where a product goes: out[m, n] = sum + bias[n] + residual[m, n], in float32 or the weights' dtype. */
+typedef struct {
+  void *out;
+  long ld;
+  const void *bias, *residual;
+  int wide, residual_wide;
+} Target;
+
+INLINE void emit(const Target *to, long m, long n, float value, int half) {
+  if (to->bias) value += get(to->bias, n, half);
+  if (to->residual) value += get(to->residual, m * to->ld + n, half && !to->residual_wide);
+  put(to->out, m * to->ld + n, value, half && !to->wide);
+}
+
+INLINE void tile(const float *x, const char *w, long K, int half, int mb, int nb, const Target *to, long m0, long n0) {
+  const long ldw = K * (half ? 2 : 4);
+  vf acc[16];
+  float out[16];
+  long k = 0;
+#pragma GCC unroll 16
+  for (int i = 0; i < mb * nb; i++) acc[i] = (vf){0};
+  if (!half) {
+    for (; k + VL <= K; k += VL) {
+      vf wv[8];
+#pragma GCC unroll 8
+      for (int n = 0; n < nb; n++) {
+        const float *p = (const float *)(w + n * ldw) + k;
+        wv[n] = *(const vfu *)p;
+        __builtin_prefetch((const char *)p + nb * ldw);
+      }
+#pragma GCC unroll 4
+      for (int m = 0; m < mb; m++) {
+        vf xv = *(const vfu *)(x + m * K + k);
+#pragma GCC unroll 8
+        for (int n = 0; n < nb; n++) acc[m * nb + n] += xv * wv[n];
+      }
+    }
+  } else {
+    for (; k + 2 * VL <= K; k += 2 * VL) {
+      vu wv[8];
+#pragma GCC unroll 8
+      for (int n = 0; n < nb; n++) {
+        const uint16_t *p = (const uint16_t *)(w + n * ldw) + k;
+        wv[n] = *(const vuu *)p;
+        __builtin_prefetch((const char *)p + nb * ldw);
+      }
+#pragma GCC unroll 4
+      for (int m = 0; m < mb; m++) {
+        vf even = *(const vfu *)(x + m * K + k), odd = *(const vfu *)(x + m * K + k + VL);
+#pragma GCC unroll 8
+        for (int n = 0; n < nb; n++) {
+          acc[m * nb + n] += even * (vf)(wv[n] << 16);
+          acc[m * nb + n] += odd * (vf)(wv[n] & 0xffff0000u);
+        }
+      }
+    }
+  }
+  sums(acc, mb * nb, out);
+#pragma GCC unroll 4
+  for (int m = 0; m < mb; m++)
+#pragma GCC unroll 8
+    for (int n = 0; n < nb; n++) {
+      float total = out[m * nb + n];
+      for (long t = k; t < K; t++) total += x[m * K + t] * get(w + n * ldw, t, half);
+      emit(to, m0 + m, n0 + n, total, half);
+    }
+}
+
+INLINE void tiles(const float *x, const char *w, long M, long K, int half, int nb, const Target *to, long n) {
+  long m = 0;
+  for (; m + TM <= M; m += TM) tile(x + m * K, w, K, half, TM, nb, to, m, n);
+#if TM > 2
+  if (M - m == 3) tile(x + m * K, w, K, half, 3, nb, to, m, n);
+  if (M - m == 2) tile(x + m * K, w, K, half, 2, nb, to, m, n);
+#endif
+  if (M - m == 1) tile(x + m * K, w, K, half, 1, nb, to, m, n);
+}
+
+/* Columns n0 to n1 of x [M, K] times weight [N, K]. */
+INLINE void product_of(const float *x, const char *w, long M, long K, long n0, long n1, int half, const Target *to) {
+  const long ldw = K * (half ? 2 : 4);
+  long n = n0;
+  if (M == 1)
+    for (; n + 8 <= n1; n += 8) tile(x, w + n * ldw, K, half, 1, 8, to, 0, n);
+  for (; n + 4 <= n1; n += 4) tiles(x, w + n * ldw, M, K, half, 4, to, n);
+  for (; n < n1; n++) tiles(x, w + n * ldw, M, K, half, 1, to, n);
+}
+
+static void product(const float *x, const void *w, long M, long K, long n0, long n1, int half, const Target *to) {
+  if (half) product_of(x, w, M, K, n0, n1, 1, to);
+  else product_of(x, w, M, K, n0, n1, 0, to);
+}
+
+/* This thread's share of n columns, in whole groups of 8. */
+INLINE void share(long n, long *first, long *last) {
+  long thread = omp_get_thread_num(), threads = omp_get_num_threads(), groups = (n + 7) / 8;
+  *first = groups * thread / threads * 8;
+  *last = groups * (thread + 1) / threads * 8;
+  if (*last > n) *last = n;
+}
+
+/* A team costs a microsecond or two; below this many multiplications one thread is faster. */
+INLINE int team(long work, int threads) { return work < 1 << 15 ? 1 : threads; }
+
+static void load_rows(const void *x, long M, long K, int half, float *rows) {
+  for (long i = 0; i < M * K; i++) rows[i] = get(x, i, half);
+  if (half)
+    for (long m = 0; m < M; m++) spread(rows + m * K, K);
+}
+
+/* y [M, N] = x [M, K] times weight [N, K] transposed, plus bias. work: M * K floats. */
+void specops_linear(const void *x, const void *weight, const void *bias, void *y, long M, long N, long K, int half,
+                    float *work, int threads) {
+  const float *rows = x;
+  Target to = {y, N, bias, NULL, 0, 0};
+  if (half) {
+    load_rows(x, M, K, half, work);
+    rows = work;
+  }
+#pragma omp parallel num_threads(team(M * N * K, threads))
+  {
+    long first, last;
+    share(N, &first, &last);
+    product(rows, weight, M, K, first, last, half, &to);
+  }
+}
+
+/* A decoder layer around its attention --------------------------------------------------------------------------- */
+
+/* Weights of one layer; NULL for what it lacks. Field order as in native.py. */
+typedef struct {
+  const void *input_norm, *qkv, *qkv_bias, *qk_norm, *o, *o_bias, *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+  int64_t input, hidden, heads, kv_heads, dim, inner, half;
+  double eps, offset;
+} Layer;
+
+/* RMSNorm of one row; weight and offset as in models/llama.py. */
+static void rms_norm(const float *x, const void *weight, long K, double eps, double offset, int half, float *out) {
+  vf total = {0};
+  long k = 0;
+  for (; k + VL <= K; k += VL) total += *(const vfu *)(x + k) * *(const vfu *)(x + k);
+  float square = sum_of(total);
+  for (; k < K; k++) square += x[k] * x[k];
+  float scale = 1.0f / sqrtf(square / (float)K + (float)eps);
+  if (half)
+    for (k = 0; k < K; k++) out[k] = x[k] * scale * (widen(((const uint16_t *)weight)[k]) + (float)offset);
+  else
+    for (k = 0; k < K; k++) out[k] = x[k] * scale * (((const float *)weight)[k] + (float)offset);
+}
+
+/* Norm, projections of q, k and v, their norm and rotation, and the write of k and v into the cache.
+ *
+ * x [T, input]; cos and sin [T, dim / 2] in the layer's dtype; slots [T]; q [T, heads, dim]. Strides of the caches are in
+ * elements: of a page, a token, a head. work: T * (input + qkv columns) floats. */
+void specops_layer_in(const Layer *layer, const void *x, long T, const void *cos, const void *sin, const int64_t *slots,
+                      void *q, void *k_cache, void *v_cache, const int64_t *strides, long page_size, float *work,
+                      int threads) {
+  const long heads = layer->heads, kv = layer->kv_heads, dim = layer->dim, K = layer->input, pairs = dim / 2;
+  const long N = (heads + 2 * kv) * dim;
+  const int half = (int)layer->half;
+  float *rows = work, *qkv = work + T * K;
+  for (long t = 0; t < T; t++) {
+    for (long k = 0; k < K; k++) rows[t * K + k] = get(x, t * K + k, half);
+    if (layer->input_norm) rms_norm(rows + t * K, layer->input_norm, K, layer->eps, layer->offset, half, rows + t * K);
+    if (half) spread(rows + t * K, K);
+  }
+  const Target to = {qkv, N, layer->qkv_bias, NULL, 1, 0};
+#pragma omp parallel num_threads(team(T * N * K, threads))
+  {
+    long first, last;
+    share(N, &first, &last);
+    product(rows, layer->qkv, T, K, first, last, half, &to);
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+    for (long i = 0; i < T * (heads + 2 * kv); i++) {
+      const long t = i / (heads + 2 * kv), head = i % (heads + 2 * kv);
+      const int64_t slot = slots[t];
+      float *row = qkv + t * N + head * dim;
+      void *to_row = q;
+      long at = (t * heads + head) * dim;
+      if (head >= heads) {
+        const int is_v = head >= heads + kv;
+        const int64_t *stride = strides + (is_v ? 3 : 0);
+        if (slot < 0) continue;
+        to_row = is_v ? v_cache : k_cache;
+        at = slot / page_size * stride[0] + slot % page_size * stride[1] + (head - heads - (is_v ? kv : 0)) * stride[2];
+      }
+      if (head < heads + kv) {
+        if (layer->qk_norm)
+          rms_norm(row, (const char *)layer->qk_norm + head * dim * (half ? 2 : 4), dim, layer->eps, layer->offset, half, row);
+        for (long d = 0; d < pairs; d++) {
+          const float c = get(cos, t * pairs + d, half), s = get(sin, t * pairs + d, half);
+          const float a = row[d], b = row[d + pairs];
+          row[d] = a * c - b * s;
+          row[d + pairs] = b * c + a * s;
+        }
+      }
+      for (long d = 0; d < dim; d++) put(to_row, at + d, row[d], half);
+    }
+  }
+}
+
+/* Output projection, residual, and the gated MLP with its norm and residual.
+ *
+ * attended [T, heads * dim]; residual and out [T, hidden].
+ * work: T * (heads * dim + 2 hidden + 3 inner) floats. */
+void specops_layer_out(const Layer *layer, const void *attended, const void *residual, void *out, long T, float *work,
+                       int threads) {
+  const long A = layer->heads * layer->dim, H = layer->hidden, inner = layer->inner;
+  const int half = (int)layer->half;
+  float *mixed = work, *stream = mixed + T * A, *normed = stream + T * H, *gate = normed + T * H;
+  float *up = gate + T * inner, *act = half ? up + T * inner : gate;
+  const float *rows = attended;
+  if (half) {
+    load_rows(attended, T, A, half, mixed);
+    rows = mixed;
+  }
+  const Target to_stream = {stream, H, layer->o_bias, residual, 1, 0};
+  const char *bias = layer->gate_up_bias;
+  const long size = half ? 2 : 4;
+  const Target to_gate = {gate, inner, bias, NULL, 1, 0};
+  const Target to_up = {up, inner, bias ? bias + inner * size : NULL, NULL, 1, 0};
+  const Target to_out = {out, H, layer->down_bias, stream, 0, 1};
+#pragma omp parallel num_threads(team(T * H * inner, threads))
+  {
+    long first, last;
+    share(H, &first, &last);
+    product(rows, layer->o, T, A, first, last, half, &to_stream);
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (long t = 0; t < T; t++) {
+      rms_norm(stream + t * H, layer->mlp_norm, H, layer->eps, layer->offset, half, normed + t * H);
+      if (half) spread(normed + t * H, H);
+    }
+    share(inner, &first, &last);
+    product(normed, layer->gate_up, T, H, first, last, half, &to_gate);
+    product(normed, (const char *)layer->gate_up + inner * H * size, T, H, first, last, half, &to_up);
+    for (long t = 0; t < T; t++) {
+      float *g = gate + t * inner, *u = up + t * inner;
+      long i = first;
+      for (; i + VL <= last; i += VL) {
+        vf x = *(const vfu *)(g + i);
+        *(vfu *)(g + i) = x / (exp_of(-x) + 1.0f) * *(const vfu *)(u + i);
+      }
+      for (; i < last; i++) g[i] = g[i] / (1.0f + expf(-g[i])) * u[i];
+      if (half) {
+        const long whole = inner / (2 * VL) * (2 * VL);
+        for (i = first; i < last; i++)
+          act[t * inner + (i < whole ? i / (2 * VL) * (2 * VL) + i % (2 * VL) / 2 + (i & 1) * VL : i)] = g[i];
+      }
+    }
+#pragma omp barrier
+    share(H, &first, &last);
+    product(act, layer->down, T, inner, first, last, half, &to_out);
+  }
+}
+
+/* Attention ------------------------------------------------------------------------------------------------------ */
+
+/* Field order as in native.py. Strides are in elements. */
+typedef struct {
+  const char *q, *k, *v;
+  const int32_t *table, *seq_lens, *query_start; /* query_start NULL: uniform rows */
+  const float *sinks;
+  const uint8_t *tree;
+  char *out;
+  int64_t q_row, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row, tree_row, tree_width;
+  int64_t batch, rows, width, heads, kv_heads, dim, value_dim, page_size, max_pages, window, half;
+  double scale, softcap;
+} Attention;
+
+/* Some rows of one request, one KV head, and the keys of one chunk. */
+typedef struct {
+  int32_t request, kv_head, first_row, num_rows, chunk, num_chunks;
+  int64_t partial;
+} Item;
+
+/* Scores of up to TM query rows with up to 4 keys. */
+INLINE void dots(const float *q, long dim, const float *const *keys, int mb, int nb, float *scores) {
+  vf acc[16];
+  float out[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < mb * nb; i++) acc[i] = (vf){0};
+  for (long d = 0; d < dim; d += VL) {
+    vf kv[4];
+#pragma GCC unroll 4
+    for (int n = 0; n < nb; n++) kv[n] = *(const vfu *)(keys[n] + d);
+#pragma GCC unroll 4
+    for (int m = 0; m < mb; m++) {
+      vf qv = *(const vfu *)(q + m * dim + d);
+#pragma GCC unroll 4
+      for (int n = 0; n < nb; n++) acc[m * nb + n] += qv * kv[n];
+    }
+  }
+  sums(acc, mb * nb, out);
+#pragma GCC unroll 4
+  for (int m = 0; m < mb; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < nb; n++) scores[m * KB + n] = out[m * nb + n];
+}
+
+INLINE void all_dots(const float *q, long R, long dim, const float *const *keys, int nb, float *scores) {
+  long r = 0;
+  for (; r + TM <= R; r += TM) dots(q + r * dim, dim, keys, TM, nb, scores + r * KB);
+#if TM > 2
+  if (R - r == 3) dots(q + r * dim, dim, keys, 3, nb, scores + r * KB);
+  if (R - r == 2) dots(q + r * dim, dim, keys, 2, nb, scores + r * KB);
+#endif
+  if (R - r == 1) dots(q + r * dim, dim, keys, 1, nb, scores + r * KB);
+}
+
+/* acc[mb rows, nb vectors] += weights[mb rows, keys] times values. */
+INLINE void mix(const float *weights, const float *const *values, int keys, float *acc, long dim, int mb, int nb) {
+  vf sum[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < mb * nb; i++) sum[i] = *(const vfu *)(acc + i / nb * dim + i % nb * VL);
+  for (int j = 0; j < keys; j++) {
+    vf value[4];
+#pragma GCC unroll 4
+    for (int n = 0; n < nb; n++) value[n] = *(const vfu *)(values[j] + n * VL);
+#pragma GCC unroll 4
+    for (int m = 0; m < mb; m++)
+#pragma GCC unroll 4
+      for (int n = 0; n < nb; n++) sum[m * nb + n] += value[n] * weights[m * KB + j];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < mb * nb; i++) *(vfu *)(acc + i / nb * dim + i % nb * VL) = sum[i];
+}
+
+INLINE void mix_rows(const float *weights, long R, const float *const *values, int keys, float *acc, long dim, int nb) {
+  long r = 0;
+  for (; r + TM <= R; r += TM) mix(weights + r * KB, values, keys, acc + r * dim, dim, TM, nb);
+  for (; r < R; r++) mix(weights + r * KB, values, keys, acc + r * dim, dim, 1, nb);
+}
+
+/* A key or value as float32: where it lies, or widened into a buffer. */
+INLINE const float *row_of(const char *cache, long at, long dim, int half, float *buffer) {
+  if (!half) return (const float *)cache + at;
+  for (long d = 0; d < dim; d++) buffer[d] = widen(((const uint16_t *)cache)[at + d]);
+  return buffer;
+}
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long most(long a, long b) { return a > b ? a : b; }
+
+/* First and last row of a request in q. */
+INLINE void rows_of(const Attention *a, long request, long *first, long *count) {
+  *first = a->query_start ? a->query_start[request] : request * a->width;
+  *count = a->query_start ? a->query_start[request + 1] - *first : a->width;
+}
+
+/* Keys that rows first to first + num of a request can see: from *begin to *end. */
+INLINE void reach_of(const Attention *a, long request, long first, long num, long *begin, long *end) {
+  long start, count, len = a->seq_lens[request];
+  rows_of(a, request, &start, &count);
+  *begin = 0;
+  *end = least(len, a->max_pages * a->page_size);
+  if (a->tree) return;
+  long position = len - count + first;
+  *end = most(0, least(*end, position + num));
+  if (a->window) *begin = most(0, position - a->window + 1);
+}
+
+INLINE void finish(const Attention *a, const float *acc, float top, float sum, long row, long head) {
+  if (a->sinks) {
+    const float sink = a->sinks[head], all = top > sink ? top : sink;
+    const float scale = top == -INFINITY ? 0 : expf(top - all);
+    const float total = sum * scale + expf(sink - all);
+    for (long d = 0; d < a->value_dim; d++)
+      put(a->out, (row * a->heads + head) * a->value_dim + d, acc[d] * (scale / total), (int)a->half);
+    return;
+  }
+  const float scale = sum == 0 ? 0 : 1.0f / sum;
+  for (long d = 0; d < a->value_dim; d++) put(a->out, (row * a->heads + head) * a->value_dim + d, acc[d] * scale, (int)a->half);
+}
+
+static void attend_item(const Attention *a, const Item *item, float *partials) {
+  const long dim = a->dim, value_dim = a->value_dim, group = a->heads / a->kv_heads, request = item->request;
+  const long R = item->num_rows * group;
+  const int half = (int)a->half;
+  long begin, end, start, count;
+  float q[ROWS * MAX_DIM], local[ROWS * (MAX_DIM + 2)], scores[ROWS * KB], wide[KB * MAX_DIM];
+  const float *pointers[KB];
+  rows_of(a, request, &start, &count);
+  reach_of(a, request, item->first_row, item->num_rows, &begin, &end);
+  const long position = a->seq_lens[request] - count + item->first_row, prefix = a->seq_lens[request] - a->tree_width;
+  float *acc = item->num_chunks > 1 ? partials + item->partial : local;
+  float *top = acc + R * value_dim, *sum = top + R;
+  for (long r = 0; r < R; r++) {
+    const long row = start + item->first_row + r / group, head = item->kv_head * group + r % group;
+    for (long d = 0; d < dim; d++) q[r * dim + d] = get(a->q, row * a->q_row + head * a->q_head + d, half) * (float)a->scale;
+    top[r] = -INFINITY;
+    sum[r] = 0;
+  }
+  memset(acc, 0, sizeof(float) * R * value_dim);
+  const int32_t *pages = a->table + request * a->table_row;
+  const long chunk = begin / CHUNK + item->chunk;
+  for (long block = chunk * CHUNK; block < least(end, (chunk + 1) * CHUNK); block += KB) {
+    const long low = most(block, begin), keys = least(end, block + KB) - low;
+    if (keys <= 0) continue;
+    for (long j = 0; j < keys; j++) {
+      const long key = low + j;
+      const long at = pages[key / a->page_size] * a->k_page + key % a->page_size * a->k_slot + item->kv_head * a->k_head;
+      pointers[j] = row_of(a->k, at, dim, half, wide + j * dim);
+    }
+    long j = 0;
+    for (; j + 4 <= keys; j += 4) all_dots(q, R, dim, pointers + j, 4, scores + j);
+    for (; j < keys; j++) all_dots(q, R, dim, pointers + j, 1, scores + j);
+    const long padded = (keys + VL - 1) / VL * VL;
+    for (long r = 0; r < R; r++) {
+      float *s = scores + r * KB;
+      const long line = item->first_row + r / group;
+      if (a->softcap > 0)
+        for (j = 0; j < keys; j++) s[j] = (float)a->softcap * tanhf(s[j] / (float)a->softcap);
+      for (j = keys; j < padded; j++) s[j] = -INFINITY;
+      if (a->tree) {
+        const uint8_t *bits = a->tree + (start + line) * a->tree_row;
+        for (j = most(0, prefix - low); j < keys; j++)
+          if (!bits[low + j - prefix]) s[j] = -INFINITY;
+      } else {
+        const long own = position + r / group;
+        for (j = most(0, own + 1 - low); j < keys; j++) s[j] = -INFINITY;
+        if (a->window)
+          for (j = 0; j < least(keys, own - a->window + 1 - low); j++) s[j] = -INFINITY;
+      }
+      vf best = splat(-INFINITY);
+      for (j = 0; j < padded; j += VL) {
+        vf x = *(const vfu *)(s + j);
+        best = pick(x > best, x, best);
+      }
+      float new_top = top[r];
+      for (int i = 0; i < VL; i++) new_top = best[i] > new_top ? best[i] : new_top;
+      /* Without a visible key so far all weights are 0; -inf minus itself would be NaN. */
+      const float base = new_top == -INFINITY ? 0 : new_top;
+      const float factor = top[r] == -INFINITY ? 0 : expf(top[r] - base);
+      vf total = {0};
+      for (j = 0; j < padded; j += VL) {
+        vf weight = exp_of(*(const vfu *)(s + j) - splat(base));
+        *(vfu *)(s + j) = weight;
+        total += weight;
+      }
+      sum[r] = sum[r] * factor + sum_of(total);
+      top[r] = new_top;
+      if (factor != 1.0f)
+        for (long d = 0; d < value_dim; d += VL) *(vfu *)(acc + r * value_dim + d) *= splat(factor);
+    }
+    for (j = 0; j < keys; j++) {
+      const long key = low + j;
+      const long at = pages[key / a->page_size] * a->v_page + key % a->page_size * a->v_slot + item->kv_head * a->v_head;
+      pointers[j] = row_of(a->v, at, value_dim, half, wide + j * value_dim);
+    }
+    long d = 0;
+    for (; d + 4 * VL <= value_dim; d += 4 * VL) {
+      mix_rows(scores, R, pointers, (int)keys, acc + d, value_dim, 4);
+      for (j = 0; j < keys; j++) pointers[j] += 4 * VL;
+    }
+    for (; d < value_dim; d += VL) {
+      mix_rows(scores, R, pointers, (int)keys, acc + d, value_dim, 1);
+      for (j = 0; j < keys; j++) pointers[j] += VL;
+    }
+  }
+  if (item->num_chunks > 1) return;
+  for (long r = 0; r < R; r++)
+    finish(a, acc + r * value_dim, top[r], sum[r], start + item->first_row + r / group, item->kv_head * group + r % group);
+}
+
+/* Adds up the chunks of the rows whose first chunk is `item`, in order. */
+static void merge_item(const Attention *a, const Item *item, const float *partials) {
+  const long group = a->heads / a->kv_heads, R = item->num_rows * group, dim = a->value_dim, step = R * (dim + 2);
+  float acc[MAX_DIM];
+  long start, count;
+  rows_of(a, item->request, &start, &count);
+  for (long r = 0; r < R; r++) {
+    float top = -INFINITY, sum = 0;
+    for (long c = 0; c < item->num_chunks; c++) {
+      const float other = partials[item->partial + c * step + R * dim + r];
+      top = other > top || other != other ? other : top;
+    }
+    for (long d = 0; d < dim; d++) acc[d] = 0;
+    for (long c = 0; c < item->num_chunks; c++) {
+      const float *part = partials + item->partial + c * step;
+      const float other = part[R * dim + r], scale = other == -INFINITY ? 0 : expf(other - top);
+      sum += part[R * dim + R + r] * scale;
+      for (long d = 0; d < dim; d++) acc[d] += part[r * dim + d] * scale;
+    }
+    finish(a, acc, top, sum, start + item->first_row + r / group, item->kv_head * group + r % group);
+  }
+}
+
+/* 0, or 1 when memory ran out. */
+int specops_attention(const Attention *a, int threads) {
+  const long group = a->heads / a->kv_heads, block = most(1, ROWS / group);
+  long num_items = 0, partial = 0, work = 0, last_row = 0;
+  for (long b = 0; b < a->batch; b++) {
+    long start, count;
+    rows_of(a, b, &start, &count);
+    last_row = start + count;
+    for (long row = 0; row < count; row += block) {
+      long begin, end;
+      reach_of(a, b, row, least(block, count - row), &begin, &end);
+      num_items += a->kv_heads * (end > begin ? (end - 1) / CHUNK - begin / CHUNK + 1 : 1);
+    }
+  }
+  Item *items = malloc(sizeof(Item) * most(1, num_items));
+  if (!items) return 1;
+  long n = 0;
+  for (long b = 0; b < a->batch; b++) {
+    long start, count;
+    rows_of(a, b, &start, &count);
+    for (long row = 0; row < count; row += block) {
+      const long rows = least(block, count - row);
+      long begin, end;
+      reach_of(a, b, row, rows, &begin, &end);
+      const long chunks = end > begin ? (end - 1) / CHUNK - begin / CHUNK + 1 : 1;
+      work += rows * a->heads * most(0, end - begin) * a->dim;
+      for (long h = 0; h < a->kv_heads; h++)
+        for (long c = 0; c < chunks; c++) {
+          items[n++] = (Item){(int32_t)b, (int32_t)h, (int32_t)row, (int32_t)rows, (int32_t)c, (int32_t)chunks, partial};
+          if (chunks > 1) partial += rows * group * (a->value_dim + 2);
+        }
+    }
+  }
+  float *partials = partial ? malloc(sizeof(float) * partial) : NULL;
+  if (partial && !partials) {
+    free(items);
+    return 1;
+  }
+#pragma omp parallel num_threads(team(work, threads))
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (long i = 0; i < num_items; i++) attend_item(a, items + i, partials);
+#pragma omp for schedule(static) nowait
+    for (long i = 0; i < num_items; i++)
+      if (items[i].num_chunks > 1 && items[i].chunk == 0) merge_item(a, items + i, partials);
+  }
+  /* Rows behind the last request belong to nobody. */
+  const long size = a->heads * a->value_dim * (a->half ? 2 : 4);
+  if (last_row < a->rows) memset(a->out + last_row * size, 0, (a->rows - last_row) * size);
+  free(partials);
+  free(items);
+  return 0;
+}
+
+/* Changes whenever a signature or a struct above does. */
+int specops_native_version(void) { return 1; }

@@ -36,6 +36,7 @@ class Row:
         batch, query_len: requests and rows of each.
         kv: keys of each request, its own rows included; a tuple gives each request's own number.
         window, tree, sinks: features of the call.
+        table_keys: keys that the page table has room for, where that is more than the longest request.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Row:
     window: int | None = None
     tree: bool = False
     sinks: bool = False
+    table_keys: int = 0
 
     @property
     def lens(self) -> list[int]:
@@ -77,6 +79,11 @@ MHA_ROWS = [
     Row("tree", 32, 4, 4096, tree=True),
     Row("sinks", 32, 4, 4096, sinks=True),
     Row("tiny", 1, 4, 64),
+]
+# Decode and verify of a small model (9 heads in 3, D=64) whose page table is as wide as its longest context.
+SMALL_ROWS = [
+    Row(f"small_{b}x{q}x{kv}", b, q, kv, num_heads=9, num_kv_heads=3, head_dim=64, page_size=16, table_keys=2048)
+    for b, q, kv in ((1, 1, 256), (1, 4, 256), (1, 16, 256), (1, 4, 1024), (32, 4, 256))
 ]
 MLA_ROWS = [
     Row(f"{heads}h_{batch}x4x4096", batch, 4, 4096, num_heads=heads, num_kv_heads=1, head_dim=576)
@@ -119,7 +126,8 @@ def make_inputs(row: Row, *, mla: bool = False, dtype: torch.dtype = torch.bfloa
     order = torch.randperm(needed, generator=generator, device="cuda").to(torch.int32) + 1
     tables, taken = [], 0
     for _ in range(sets):
-        table = torch.zeros((row.batch, max(pages_of)), dtype=torch.int32, device="cuda")
+        columns = max(*pages_of, -(-row.table_keys // row.page_size))
+        table = torch.zeros((row.batch, columns), dtype=torch.int32, device="cuda")
         for request, count in enumerate(pages_of):
             table[request, :count] = order[taken : taken + count]
             taken += count

@@ -2,6 +2,7 @@
 
     python benchmarks/tune_triton.py --seconds 150            # on the GPU host; a JSON file goes to $OUT
     python benchmarks/tune_triton.py --set splits             # ways of splitting and merging instead of block sizes
+    python benchmarks/tune_triton.py --set listed --seconds 100 # the candidates of candidates.py, one line each
     python benchmarks/tune_triton.py --family mla --rows 16h_1x4x4096
     python benchmarks/tune_triton.py --compile-only           # anywhere: what the candidates need of registers and memory
 
@@ -23,6 +24,7 @@ import torch
 
 sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 
+import candidates  # noqa: E402
 import common  # noqa: E402
 from common import MHA_ROWS, MLA_ROWS, Inputs, Row  # noqa: E402
 from compile_triton import Compiled, MhaCall, MlaCall, compile_all  # noqa: E402
@@ -108,7 +110,7 @@ def candidates_of(row: Row, mla: bool, splits: bool) -> list[Tiling]:
 def meta_call(row: Row, tiling: Tiling, mla: bool) -> Callable[[], None]:
     """The call that a measurement of ``row`` makes, on meta tensors. The number of programs is not compiled in."""
     tiling = replace(tiling, programs_per_sm=1)
-    columns = -(-max(row.lens) // row.page_size)
+    columns = -(-max(*row.lens, row.table_keys) // row.page_size)
     if mla:
         return MlaCall(row.batch, row.query_len, row.num_heads, page_size=row.page_size, max_pages=columns, tiling=tiling)
     return MhaCall(
@@ -149,7 +151,7 @@ def real_call(inputs: Inputs, table: torch.Tensor, tiling: Tiling, mla: bool) ->
         table,
         inputs.seq_lens,
         layout=inputs.layout,
-        scale=128**-0.5,
+        scale=inputs.row.head_dim**-0.5,
         tiling=tiling,
         split=True,
         **inputs.options,
@@ -219,6 +221,7 @@ def short(tiling: Tiling) -> str:
         " hopper" * tiling.hopper
         + " early" * tiling.early
         + " direct" * tiling.direct
+        + " even" * tiling.even
         + " swap" * tiling.swap
         + " merge2" * (not tiling.inline_merge)
     )
@@ -231,7 +234,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150, help="time for compiling and measuring together")
     parser.add_argument("--family", choices=["mha", "mla"])
     parser.add_argument("--rows", nargs="*", help="names of rows; all when not given")
-    parser.add_argument("--set", choices=["sizes", "splits"], default="sizes", help="which candidates")
+    parser.add_argument("--set", choices=["sizes", "splits", "listed"], default="sizes", help="which candidates")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--compile-only", action="store_true")
     args = parser.parse_args()
@@ -241,6 +244,9 @@ def main() -> None:
     ]
     rows = [(row, mla) for row, mla in rows if not args.rows or row.name in args.rows]
 
+    if args.set == "listed":
+        listed(args, began)
+        return
     jobs: dict[Any, Any] = {}
     for row, mla in rows:
         for tiling in candidates_of(row, mla, args.set == "splits"):
@@ -292,8 +298,42 @@ def main() -> None:
     print(f"{path}  {time.monotonic() - began:.0f} s")
 
 
-def specialised(call: Any) -> Any:
-    """``call`` with the sizes that no kernel is compiled for brought to one value, to compile each kernel once."""
+def listed(args: argparse.Namespace, began: float) -> None:
+    """Compile the candidates of ``candidates.py`` and measure them in processes of their own."""
+    jobs = [job for job in candidates.mha_jobs() if not args.rows or job[0].name in args.rows]
+    # A merge kernel is compiled for the number of programs, the split kernels are not.
+    calls = {
+        job: meta_call(*job, False) if job[1].inline_merge else replace(meta_call(*job, False), tiling=job[1])
+        for job in jobs
+    }
+    distinct = list(dict.fromkeys(specialised(calls[job], exact=not job[1].inline_merge) for job in jobs))
+    reports = dict(zip(distinct, compile_all(distinct, args.workers), strict=True))
+    print(f"compiled {len(distinct)} calls for {len(jobs)} in {time.monotonic() - began:.0f} s", flush=True)
+    for call, report in reports.items():
+        if args.compile_only or isinstance(report, str):
+            what = report if isinstance(report, str) else [(r.registers, r.stack, r.shared) for r in report]
+            print(short(call.tiling), f"b{call.batch} q{call.query_len} d{call.head_dim}", what, flush=True)
+    if args.compile_only:
+        return
+    jobs = [job for job in jobs if not isinstance(reports[specialised(calls[job], exact=not job[1].inline_merge)], str)]
+    lines = candidates.run(jobs, args.seconds - (time.monotonic() - began), short)
+    path = common.save_json("tune_triton_listed.json", lines)
+    for name in dict.fromkeys(line["row"] for line in lines):
+        timed = sorted((line for line in lines if line["row"] == name and "us" in line), key=lambda line: line["us"])
+        first = next((line for line in lines if line["row"] == name and "us" in line), None)
+        best = "; ".join(f"{line['us']:.1f} {line['t']}" for line in timed[:3])
+        print(f"{name}: first {first and first['us']}; best {best}")
+    print(f"{path}  {time.monotonic() - began:.0f} s")
+
+
+def specialised(call: Any, *, exact: bool = False) -> Any:
+    """``call`` with the sizes that no kernel is compiled for brought to one value, to compile each kernel once.
+
+    Args:
+        exact: leave it as it is.
+    """
+    if exact:
+        return call
     batch = next(
         size for size in (1, 8, 32, 1024, 8192) if size >= min(call.batch, 32) and size >= (call.batch > 128) * 1024
     )

@@ -39,6 +39,8 @@ ARENA_COUNTERS = 1 << 20
 PACKED_TREE_WIDTH = 64
 # Requests the split kernel schedules, by the size of its prefix sum: few sizes, so few compiled kernels. More requests
 # need no split.
+# See :func:`even_cut`.
+EVEN_SLACK = tl.constexpr(8)
 SCHEDULE_SIZES = (2, 16, 128, 1024, 8192)
 MAX_SCHEDULED_REQUESTS = SCHEDULE_SIZES[-1]
 
@@ -54,12 +56,14 @@ class Tiling:
         programs_per_sm: programs of the grid for each multiprocessor.
         swap: compute scores transposed, keys along the tensor cores' long side; for tiles of few rows.
         inline_merge: merge by the last program to arrive instead of by a second kernel.
-        min_blocks: the fewest key blocks worth a program.
+        min_blocks: the fewest key blocks worth a program; fewer are not split off.
         max_registers: registers a thread, to fit more programs on a multiprocessor; None leaves it to the compiler.
         direct: give every unit the same number of programs, which take its blocks in turn, instead of the schedule.
         hopper: the kernel of ``triton_hopper``, whose block sizes and warps are fixed.
         early: launch the split kernel while the kernel before it ends, where the device can; it waits for that one's end
             before it reads anything.
+        even: where cutting every unit into equally many parts, or giving every program equally many whole units, keeps
+            programs about as busy as the schedule does, do that instead; decided on the device. For uniform layouts.
     """
 
     block_m: int
@@ -74,6 +78,7 @@ class Tiling:
     direct: bool = False
     hopper: bool = False
     early: bool = False
+    even: bool = False
 
 
 def next_power_of_2(number: int) -> int:
@@ -229,6 +234,25 @@ def request_costs(
     num_keys = tl.minimum(seq_len, table_keys)
     _, blocks, tiles = row_blocks(seq_len, num_keys, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE)
     return blocks * tiles * HEADS
+
+
+@triton.jit
+def even_cut(cost, units, units_of_request, num_programs, MIN_BLOCKS: tl.constexpr):
+    """How to cut units alike: whether to, and how many blocks make a part.
+
+    Program ``p`` takes part ``p // units`` of unit ``p % units``, or the units ``p``, ``p + num_programs`` and so on where
+    there are more units than programs. Worth it where the longest unit keeps no program busy for more than
+    ``1 / EVEN_SLACK`` above the schedule's stretch: no unit then begins or ends inside a program, and most need no merge.
+
+    Args:
+        cost: :func:`request_costs`, of a uniform layout.
+    """
+    longest = tl.max(cost, 0) // units_of_request
+    stretch = tl.maximum((tl.sum(cost, 0) + num_programs - 1) // num_programs, MIN_BLOCKS)
+    parts = tl.minimum(tl.maximum(num_programs // units, 1), (longest + MIN_BLOCKS - 1) // MIN_BLOCKS)
+    part = tl.maximum((longest + parts - 1) // parts, 1)
+    rounds = (units + num_programs - 1) // num_programs
+    return part * rounds * EVEN_SLACK <= stretch * (EVEN_SLACK + 1), part
 
 
 @triton.jit
@@ -412,16 +436,14 @@ def sink_factor(lse, sinks, head, valid, SINKS: tl.constexpr):
 
 
 @triton.jit
-def slot_of(index, first_slot, slot_step, DIRECT: tl.constexpr):
+def slot_of(index, first_slot, slot_step, slot_extra):
     """Where contributor ``index`` of a unit left its partial result.
 
     Under the schedule a program has two slots: an odd one for the unit that its stretch ends in, which only the first
-    contributor of a unit uses, and an even one for the unit that its stretch begins in. Else a program has one.
+    contributor of a unit uses (``slot_extra`` is 1), and an even one for the unit that its stretch begins in. Else a program
+    has one, and ``slot_extra`` is 0.
     """
-    slot = first_slot + index * slot_step
-    if not DIRECT:
-        slot += tl.where(index == 0, 1, 0)
-    return slot
+    return first_slot + index * slot_step + tl.where(index == 0, slot_extra, 0)
 
 
 @triton.jit
@@ -430,6 +452,7 @@ def merge_side_by_side(
     partial_lse,
     first_slot,
     slot_step,
+    slot_extra,
     contributors,
     row,
     column,
@@ -437,7 +460,6 @@ def merge_side_by_side(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr,
-    DIRECT: tl.constexpr,
 ):
     """As :func:`merge_partials`, with ``CHUNK`` contributors loaded at once: for many contributors and few rows."""
     top = tl.full(row.shape, NEG_INF, tl.float32)
@@ -447,7 +469,7 @@ def merge_side_by_side(
     for begin in range(0, contributors, CHUNK):
         index = begin + lanes
         here = index < contributors
-        slot = slot_of(index, first_slot, slot_step, DIRECT).to(tl.int64)
+        slot = slot_of(index, first_slot, slot_step, slot_extra).to(tl.int64)
         at_row = slot[:, None] * BLOCK_M + row[None, :]
         lse = tl.load(partial_lse + at_row, mask=here[:, None], other=NEG_INF, cache_modifier=".cg")
         where = partial + at_row[:, :, None] * BLOCK_DV + column[None, None, :]
@@ -469,6 +491,7 @@ def merge_partials(
     partial_lse,
     first_slot,
     slot_step,
+    slot_extra,
     contributors,
     row,
     column,
@@ -476,12 +499,11 @@ def merge_partials(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr,
-    DIRECT: tl.constexpr,
 ):
     """Weighted sum of the partial results of one unit, a few contributors at a time: for few contributors and many rows.
 
     Args:
-        first_slot, slot_step: see :func:`slot_of`.
+        first_slot, slot_step, slot_extra: see :func:`slot_of`.
         row: ``[R]`` rows of the tile.
         column: ``[C]`` value columns.
 
@@ -492,7 +514,7 @@ def merge_partials(
     lanes = tl.arange(0, 16)
     for begin in range(0, contributors, 16):
         index = begin + lanes
-        slot = slot_of(index, first_slot, slot_step, DIRECT)
+        slot = slot_of(index, first_slot, slot_step, slot_extra)
         where = partial_lse + slot.to(tl.int64)[:, None] * BLOCK_M + row[None, :]
         lse = tl.load(where, mask=(index < contributors)[:, None], other=NEG_INF, cache_modifier=".cg")
         top = tl.maximum(top, tl.max(lse, 0))
@@ -502,7 +524,7 @@ def merge_partials(
     for begin in range(0, contributors, CHUNK):
         for step in tl.static_range(CHUNK):
             index = begin + step
-            slot = slot_of(index, first_slot, slot_step, DIRECT)
+            slot = slot_of(index, first_slot, slot_step, slot_extra)
             here = index < contributors
             at = partial_lse + slot.to(tl.int64) * BLOCK_M + row
             lse = tl.load(at, mask=here & (row >= 0), other=NEG_INF, cache_modifier=".cg")

@@ -22,6 +22,7 @@ import triton.language as tl
 from specops.ops.triton_common import (
     NEG_INF,
     along_rows,
+    even_cut,
     merge_partials,
     merge_side_by_side,
     product,
@@ -71,6 +72,7 @@ def fold_blocks(
     pages,
     seq_len,
     num_keys,
+    table_keys,
     first,
     last,
     bits,
@@ -105,7 +107,7 @@ def fold_blocks(
 
     Page ids are fetched one block ahead: a block that lies inside one page needs a single id. Without MASKED every key of
     every block is visible to every row. With FIRST_IS_PAGE block ``begin`` lies inside the page table even where it is
-    behind the sequence, so that its page id can be fetched before the length is known.
+    behind the sequence, so that its page ids can be fetched before the length is known; no page behind it is read.
     """
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     n = tl.arange(0, BLOCK_N)
@@ -118,7 +120,10 @@ def fold_blocks(
         page = tl.load(pages + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
     else:
         key = begin * BLOCK_N + n
-        page = tl.load(pages + key // PAGE_SIZE, mask=(key < num_keys) & (begin < end), other=0)
+        if FIRST_IS_PAGE:
+            page = tl.load(pages + key // PAGE_SIZE, mask=key < table_keys, other=0)
+        else:
+            page = tl.load(pages + key // PAGE_SIZE, mask=(key < num_keys) & (begin < end), other=0)
     for block in tl.range(begin, end, step, num_stages=STAGES):
         key = block * BLOCK_N + n
         if ONE_PAGE:
@@ -293,6 +298,7 @@ def split_kernel(
     MERGE_ROWS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     DIRECT: tl.constexpr,
+    EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
     EARLY: tl.constexpr,
     STAGES: tl.constexpr,
@@ -301,8 +307,8 @@ def split_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if OVERLAP:
-        # The merge kernel may be put in place now; it waits for this one's end before it reads partial results. It reads
-        # lengths before, so this comes after the wait above.
+        # The next kernel may be put in place now; it waits for this one's end before it reads results. The merge kernel
+        # reads lengths before, so this comes after the wait above.
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if PACKED:
@@ -323,13 +329,13 @@ def split_kernel(
         first_block, blocks, tiles = row_blocks(
             seq_len, num_keys, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE
         )
-        contributors = tl.minimum(blocks, splits)
+        contributors = tl.minimum((blocks + MIN_BLOCKS - 1) // MIN_BLOCKS, splits)
         if (tile < tiles) & (index < contributors):
             split_unit(
                 q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
-                request, kv_head, tile, seq_len, num_keys, start, rows, first_block + index, first_block + blocks, splits,
-                pid, unit_id, units, contributors,
-                max_tiles, window, tree_width, score_scale, cap, v_factor,
+                request, kv_head, tile, seq_len, num_keys, start, rows,
+                first_block + index, first_block + blocks, contributors, pid, unit_id, units, 0, contributors,
+                table_keys, max_tiles, window, tree_width, score_scale, cap, v_factor,
                 stride_qt, stride_qh, stride_q2t, stride_q2h,
                 stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_pages, stride_mask,
                 HEADS, GROUP, D, D2, DV, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V, BLOCK_W,
@@ -345,11 +351,22 @@ def split_kernel(
         stretch = tl.maximum((all_blocks + tl.num_programs(0) - 1) // tl.num_programs(0), MIN_BLOCKS)
         position = pid * stretch
         stop = tl.minimum(position + stretch, all_blocks)
+        if EVEN:
+            units = num_requests * HEADS * max_tiles
+            even, part = even_cut(cost, units, HEADS * max_tiles, tl.num_programs(0), MIN_BLOCKS)
+            index = pid // units
+            position = tl.where(even, pid - index * units, position)
+            stop = tl.where(even, units, stop)
         while position < stop:
-            # The request and unit that this place of the schedule falls in.
-            before = upto <= position
-            request = tl.sum(before.to(tl.int32), 0)
-            within = position - tl.sum(tl.where(before, cost, 0), 0)
+            # The request that this place of the schedule falls in, and the place in it; a place is a unit if even.
+            if EVEN:
+                if even:
+                    request = position // (HEADS * max_tiles)
+                    within = position - request * (HEADS * max_tiles)
+                else:
+                    request, within = place_of(position, upto, cost)
+            else:
+                request, within = place_of(position, upto, cost)
             seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
             first_block, blocks, tiles = row_blocks(
                 seq_len, num_keys, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE
@@ -357,22 +374,45 @@ def split_kernel(
             unit = within // blocks
             skip = within - unit * blocks
             count = tl.minimum(blocks - skip, stop - position)
-            kv_head = unit // tiles
+            advance = count
             unit_start = position - skip
             first_program = unit_start // stretch
-            split_unit(
-                q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
-                request, kv_head, unit - kv_head * tiles, seq_len, num_keys, start, rows,
-                first_block + skip, first_block + skip + count, 1,
-                2 * pid + tl.where(pid == first_program, 1, 0), 2 * first_program, 2,
-                (unit_start + blocks - 1) // stretch - first_program + 1,
-                max_tiles, window, tree_width, score_scale, cap, v_factor,
-                stride_qt, stride_qh, stride_q2t, stride_q2h,
-                stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_pages, stride_mask,
-                HEADS, GROUP, D, D2, DV, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V, BLOCK_W,
-                WINDOW, SOFTCAP, SINKS, TREE, TREE_BITS, SWAP, INLINE_MERGE, MERGE_ROWS, DIRECT, STAGES,
-            )  # fmt: skip
-            position += count
+            slot = 2 * pid + tl.where(pid == first_program, 1, 0)
+            first_slot = 2 * first_program
+            slot_step = 2
+            slot_extra = 1
+            contributors = (unit_start + blocks - 1) // stretch - first_program + 1
+            if EVEN:
+                unit = tl.where(even, within, unit)
+                skip = tl.where(even, index * part, skip)
+                count = tl.where(even, tl.minimum(blocks - skip, part), count)
+                advance = tl.where(even, tl.num_programs(0), advance)
+                slot = tl.where(even, pid, slot)
+                first_slot = tl.where(even, position, first_slot)
+                slot_step = tl.where(even, units, slot_step)
+                slot_extra = tl.where(even, 0, slot_extra)
+                contributors = tl.where(even, (blocks + part - 1) // part, contributors)
+            kv_head = unit // tiles
+            if not EVEN or count > 0:
+                split_unit(
+                    q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
+                    request, kv_head, unit - kv_head * tiles, seq_len, num_keys, start, rows,
+                    first_block + skip, first_block + skip + count, 1,
+                    slot, first_slot, slot_step, slot_extra, contributors,
+                    table_keys, max_tiles, window, tree_width, score_scale, cap, v_factor,
+                    stride_qt, stride_qh, stride_q2t, stride_q2h,
+                    stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_pages, stride_mask,
+                    HEADS, GROUP, D, D2, DV, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V, BLOCK_W,
+                    WINDOW, SOFTCAP, SINKS, TREE, TREE_BITS, SWAP, INLINE_MERGE, MERGE_ROWS, DIRECT, STAGES,
+                )  # fmt: skip
+            position += advance
+
+
+@triton.jit
+def place_of(position, upto, cost):
+    """The request that a place of the schedule falls in, and the place counted from the request's start."""
+    before = upto <= position
+    return tl.sum(before.to(tl.int32), 0), position - tl.sum(tl.where(before, cost, 0), 0)
 
 
 @triton.jit
@@ -401,7 +441,9 @@ def split_unit(
     slot,
     first_slot,
     slot_step,
+    slot_extra,
     contributors,
+    table_keys,
     max_tiles,
     window,
     tree_width,
@@ -468,7 +510,7 @@ def split_unit(
         q_tile, q2_tile, m, total, acc, begin, end, step,
         k_cache + kv_head.to(tl.int64) * stride_kh, v_cache + kv_head.to(tl.int64) * stride_vh,
         page_table + request.to(tl.int64) * stride_pages,
-        seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+        seq_len, num_keys, table_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
         stride_kp, stride_ks, stride_vp, stride_vs,
         D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
         SWAP, WINDOW, SOFTCAP, TREE, TREE_BITS, True, DIRECT and not WINDOW, STAGES,
@@ -496,9 +538,10 @@ def split_unit(
                 tl.store(counter, 0)
                 for part in range(0, BLOCK_M // MERGE_ROWS):
                     merge_rows(
-                        out, sinks, partial, partial_lse, first_slot, slot_step, contributors, start, rows, kv_head, tile,
+                        out, sinks, partial, partial_lse, first_slot, slot_step, slot_extra, contributors,
+                        start, rows, kv_head, tile,
                         part * MERGE_ROWS + tl.arange(0, MERGE_ROWS), dv,
-                        HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, 4, False, DIRECT,
+                        HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, 4, False,
                     )  # fmt: skip
 
 
@@ -524,6 +567,7 @@ def merge_rows(
     partial_lse,
     first_slot,
     slot_step,
+    slot_extra,
     contributors,
     start,
     rows,
@@ -539,7 +583,6 @@ def merge_rows(
     SINKS: tl.constexpr,
     CHUNK: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr,
-    DIRECT: tl.constexpr,
 ):
     """Merge rows ``m_index`` and value columns ``column`` of one unit and write them to the output."""
     flat = tile * BLOCK_M + m_index
@@ -548,13 +591,13 @@ def merge_rows(
     valid = row < rows
     if SIDE_BY_SIDE:
         merged, lse = merge_side_by_side(
-            partial, partial_lse, first_slot, slot_step, contributors, m_index, column, column < DV,
-            BLOCK_M, BLOCK_DV, CHUNK, DIRECT,
+            partial, partial_lse, first_slot, slot_step, slot_extra, contributors, m_index, column, column < DV,
+            BLOCK_M, BLOCK_DV, CHUNK,
         )  # fmt: skip
     else:
         merged, lse = merge_partials(
-            partial, partial_lse, first_slot, slot_step, contributors, m_index, column, column < DV,
-            BLOCK_M, BLOCK_DV, CHUNK, DIRECT,
+            partial, partial_lse, first_slot, slot_step, slot_extra, contributors, m_index, column, column < DV,
+            BLOCK_M, BLOCK_DV, CHUNK,
         )  # fmt: skip
     merged = merged * sink_factor(lse, sinks, head, valid, SINKS)[:, None]
     at = out + ((start + row).to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * DV + column[None, :]
@@ -592,12 +635,16 @@ def merge_kernel(
     TREE: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     DIRECT: tl.constexpr,
+    EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Merge the partials of one unit, ``MERGE_ROWS`` rows by ``MERGE_COLUMNS`` value columns a program.
 
     There is nothing to do for a unit of one program.
     """
+    if OVERLAP:
+        # The next kernel may be put in place now; it waits for this one's end.
+        tl.extra.cuda.gdc_launch_dependents()
     unit_id = tl.program_id(0)
     request = unit_id // (HEADS * max_tiles)
     kv_head = unit_id // max_tiles % HEADS
@@ -607,7 +654,8 @@ def merge_kernel(
     if DIRECT:
         slot_step = num_requests * HEADS * max_tiles
         first_slot = unit_id
-        contributors = tl.minimum(blocks, num_programs // slot_step)
+        slot_extra = 0
+        contributors = tl.minimum((blocks + MIN_BLOCKS - 1) // MIN_BLOCKS, num_programs // slot_step)
     else:
         cost = request_costs(
             seq_lens, query_start, num_requests, query_len, window, tree_width, table_keys,
@@ -621,15 +669,23 @@ def merge_kernel(
         contributors = (unit_start + blocks - 1) // stretch - first_program + 1
         first_slot = 2 * first_program
         slot_step = 2
+        slot_extra = 1
+        if EVEN:
+            units = num_requests * HEADS * max_tiles
+            even, part = even_cut(cost, units, HEADS * max_tiles, num_programs, MIN_BLOCKS)
+            contributors = tl.where(even, (blocks + part - 1) // part, contributors)
+            first_slot = tl.where(even, unit_id, first_slot)
+            slot_step = tl.where(even, units, slot_step)
+            slot_extra = tl.where(even, 0, slot_extra)
     if OVERLAP:
         # Before any way out: what follows this kernel relies on the split kernel having ended too.
         tl.extra.cuda.gdc_wait()
     if (tile < tiles) & (contributors > 1):
         merge_rows(
-            out, sinks, partial, partial_lse, first_slot, slot_step, contributors, start, rows, kv_head, tile,
+            out, sinks, partial, partial_lse, first_slot, slot_step, slot_extra, contributors, start, rows, kv_head, tile,
             tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS),
             tl.program_id(2) * MERGE_COLUMNS + tl.arange(0, MERGE_COLUMNS),
-            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, CHUNK, True, DIRECT,
+            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, CHUNK, True,
         )  # fmt: skip
 
 
@@ -730,14 +786,14 @@ def tiles_kernel(
         if not WINDOW:
             m, total, acc = fold_blocks(
                 q_tile, q2_tile, m, total, acc, begin, full_end, 1, k_head, v_head, pages,
-                seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+                seq_len, num_keys, table_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
                 stride_kp, stride_ks, stride_vp, stride_vs,
                 D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
                 False, WINDOW, SOFTCAP, TREE, TREE_BITS, False, False, STAGES,
             )  # fmt: skip
         m, total, acc = fold_blocks(
             q_tile, q2_tile, m, total, acc, full_end, end, 1, k_head, v_head, pages,
-            seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+            seq_len, num_keys, table_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
             stride_kp, stride_ks, stride_vp, stride_vs,
             D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
             False, WINDOW, SOFTCAP, TREE, TREE_BITS, True, False, STAGES,

@@ -156,15 +156,16 @@ def launch(
     partial = torch.empty((slots, tiling.block_m, block_dv), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((slots, tiling.block_m), dtype=torch.float32, device=q.device)
     counters = merge_counters(q.device, units) if tiling.inline_merge else None
-    overlap = not tiling.inline_merge and launches_overlap(q.device)
-    early = tiling.early and launches_overlap(q.device)
+    overlap = launches_overlap(q.device)
+    early = tiling.early and overlap
     launched_early = {"launch_pdl": True} if early else {}
     shared = {
         "BLOCK_B": next(size for size in SCHEDULE_SIZES if size >= min(batch, SCHEDULE_SIZES[-1])),
-        "MIN_BLOCKS": 1 if tiling.direct else tiling.min_blocks,
+        "MIN_BLOCKS": 1 if tiling.direct and tiling.hopper else tiling.min_blocks,
         "DIRECT": tiling.direct,
         "OVERLAP": overlap,
     }
+    even = tiling.even and not tiling.direct and query_start is None
     if tiling.hopper:
         from specops.ops.triton_hopper import NUM_WARPS, latent_split_kernel
 
@@ -191,10 +192,12 @@ def launch(
             SWAP=tiling.swap,
             INLINE_MERGE=tiling.inline_merge,
             MERGE_ROWS=min(tiling.block_m, max(MERGE_ELEMENTS // block_dv, 1)),
+            EVEN=even,
             EARLY=early,
             **launched_early,
         )
-    if not tiling.inline_merge:
+    # Where every unit has one program there is nothing to merge.
+    if not tiling.inline_merge and not (tiling.direct and programs == units):
         columns = min(block_dv, MERGE_COLUMNS)
         grid_programs = units * tiling.block_m * (block_dv // columns)
         rows = next_power_of_2(triton.cdiv(grid_programs, num_sms(q.device) * MERGE_PROGRAMS_PER_SM))
@@ -217,6 +220,7 @@ def launch(
             programs,
             **schedule,
             **shared,
+            EVEN=even,
             MERGE_ROWS=rows,
             MERGE_COLUMNS=columns,
             CHUNK=chunk,

@@ -1,0 +1,232 @@
+"""Candidates worth a comparison, by row, and their measurement in processes of their own.
+
+A candidate that faults takes its process with it; the next one then starts where the list went on. One JSON line is
+printed for each row and candidate: microseconds by CUDA-graph replay over rotating KV sets, and the error against float64,
+which is looked at first. ``tune_triton.py --set listed`` compiles all of them and then calls :func:`run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+
+from common import MHA_ROWS, SMALL_ROWS, Row  # noqa: E402
+
+from specops.ops.triton_common import Tiling, next_power_of_2  # noqa: E402
+
+# ||out - ref|| / ||ref|| of an output vector; bf16 inputs give up to 5e-3.
+GOOD_ERROR = 3e-2
+# A candidate that says nothing for so long hangs.
+PATIENCE_S = 20.0
+# Exit code of a worker that has said why its CUDA context is lost.
+BROKEN = 3
+
+Job = tuple[Row, Tiling]
+
+
+def mha_jobs() -> list[Job]:
+    """Every row of the MHA table and the small ones, each with its candidates."""
+    return [(row, tiling) for row in (*MHA_ROWS, *SMALL_ROWS) for tiling in mha_candidates(row)]
+
+
+def mha_candidates(row: Row) -> list[Tiling]:
+    m = max(16, next_power_of_2(row.query_len * row.num_heads // row.num_kv_heads))
+    plain, swapped = Tiling(m, 64, 4, 3, 2), Tiling(m, 64, 4, 3, 2, swap=True)
+    if row in SMALL_ROWS:
+        found = _small(row, m)
+    elif row.batch == 1:
+        found = _single(replace(plain, direct=True, inline_merge=False))
+        if row.name != "1x4x4096":
+            found = [*found[:8], *found[14:16], found[18]]
+    elif row.name == "8x4x4096":
+        direct = replace(plain, direct=True, early=True)
+        found = [swapped, replace(swapped, even=True), replace(direct, inline_merge=False), direct]
+        found += [replace(direct, swap=True, inline_merge=False), replace(direct, num_stages=4, inline_merge=False)]
+        found += [replace(plain, even=True, early=True, inline_merge=False)]
+        found += _even(plain, ((64, 4, 3, 2), (64, 4, 4, 2), (64, 4, 3, 1), (64, 4, 3, 3), (128, 8, 2, 1)))
+        found += _even(swapped, ((64, 4, 3, 2), (128, 8, 3, 2), (128, 8, 3, 1)))
+    elif row.name in ("window", "window_control", "ragged", "tree", "sinks"):
+        found = [plain, swapped, replace(plain, early=True), replace(swapped, early=True)]
+        found += [replace(plain, early=True, even=True), replace(swapped, early=True, even=True)]
+        found += [replace(plain, early=True, programs_per_sm=3), replace(plain, early=True, min_blocks=4)]
+    elif m == 16:
+        programs = (2, 3, 4, 8) if row.batch > 32 else (2, 3)
+        found = [swapped, replace(swapped, even=True), replace(swapped, early=True), replace(plain, early=True, direct=True)]
+        found += [replace(swapped, programs_per_sm=programs[-1])]
+        found += _even(plain, [(64, 4, 3, p) for p in programs])
+        found += _even(swapped, [(64, 4, 3, p) for p in (programs[0], programs[-1])])
+        found += _even(plain, ((64, 4, 4, 2), (64, 4, 3, 1), (128, 8, 2, 2), (128, 8, 3, 1), (128, 4, 2, 2)))
+        found += _even(plain, ((32, 4, 4, 2), (32, 4, 6, 2), (32, 2, 4, 4), (64, 8, 3, 2)))
+        found += _even(swapped, ((128, 8, 3, 1), (128, 8, 3, 2), (128, 8, 2, 2)))
+        found += _even(replace(plain, max_registers=128), [(64, 4, 3, programs[-1]), (64, 4, 2, programs[-1])])
+    else:
+        found = [swapped, replace(swapped, even=True), replace(plain, early=True)]
+        found += _even(plain, [(64, 4, 3, 2), (64, 4, 3, 4), (64, 4, 3, 8), (64, 4, 3, 1)])
+        found += _even(swapped, [(64, 4, 3, 2), (64, 4, 3, 4), (64, 4, 2, 2)])
+        found += _even(plain, [(64, 4, 2, 2), (64, 4, 4, 2), (64, 8, 3, 2), (64, 8, 3, 4), (32, 4, 4, 2), (32, 4, 4, 4)])
+    return list(dict.fromkeys(found))
+
+
+def _even(base: Tiling, sizes: Any) -> list[Tiling]:
+    return [
+        replace(base, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p, even=True, early=True) for n, w, s, p in sizes
+    ]
+
+
+def _single(base: Tiling) -> list[Tiling]:
+    """One request: direct splits, merged by a second kernel or by the last program."""
+    sizes = [(64, 4, 3, 2), (64, 4, 3, 1), (64, 4, 4, 1), (64, 4, 5, 1), (64, 4, 4, 2), (64, 4, 3, 3), (64, 8, 3, 1)]
+    sizes += [(128, 8, 2, 1), (128, 4, 2, 1), (32, 4, 4, 2), (32, 2, 4, 4), (32, 4, 6, 1), (64, 2, 3, 2)]
+    early = [replace(base, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p, early=True) for n, w, s, p in sizes]
+    inline = [replace(tiling, inline_merge=True) for tiling in early[:4]]
+    return [base, *early, *inline, replace(early[0], swap=True), replace(early[0], inline_merge=True, min_blocks=4)]
+
+
+def _small(row: Row, m: int) -> list[Tiling]:
+    """Short lengths under a wide page table: whether one launch without a merge, or with one, is best."""
+    base = Tiling(m, 64, 4, 3, 2, direct=True)
+    if row.batch == 1:
+        found = [replace(base, inline_merge=False), replace(base, inline_merge=False, early=True)]
+        found += [replace(base, early=True, min_blocks=least) for least in (1, 2, 4, 8)]
+        found += [replace(base, min_blocks=4)]
+        found += [replace(base, early=True, block_n=128, min_blocks=least) for least in (1, 2, 4)]
+        found += [replace(base, early=True, block_n=128, num_warps=8, min_blocks=2, num_stages=2)]
+        found += [replace(base, early=True, block_n=32, min_blocks=8, num_stages=4), replace(base, early=True, num_warps=2)]
+        return found
+    even = Tiling(m, 64, 4, 3, 2, even=True, early=True)
+    found = [Tiling(m, 64, 4, 3, 2, swap=True), Tiling(m, 64, 4, 3, 2, swap=True, early=True)]
+    found += [replace(even, min_blocks=least) for least in (1, 2, 4, 8)]
+    found += [replace(even, min_blocks=4, swap=True), replace(even, block_n=128, min_blocks=2)]
+    found += [replace(even, min_blocks=4, programs_per_sm=4), replace(even, block_n=32, min_blocks=8, num_stages=4)]
+    found += [replace(base, early=True, min_blocks=least) for least in (1, 4)]
+    return found
+
+
+def run(jobs: list[Job], seconds: float, short: Callable[[Tiling], str]) -> list[dict[str, Any]]:
+    """Measure ``jobs`` in turn and print a line for each; whatever faults or hangs is said and passed over.
+
+    Returns:
+        The lines as dicts, in order: ``row``, ``t`` and either ``us`` and ``err`` or ``failed``.
+    """
+    until, lines, first = time.monotonic() + seconds, [], 0
+    with tempfile.NamedTemporaryFile(suffix=".jobs") as file:
+        pickle.dump(jobs, file)
+        file.flush()
+        while first < len(jobs) and time.monotonic() < until:
+            command = [sys.executable, os.path.abspath(__file__), file.name, str(first), str(until - time.monotonic())]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+                # The first answer takes starting CUDA and making the inputs.
+                answered, patience = first, 3 * PATIENCE_S
+                spoken = _lines(worker)
+                while line := _next(spoken, patience):
+                    said = json.loads(line)
+                    said = {"row": jobs[answered][0].name, "t": short(jobs[answered][1]), **said}
+                    print(json.dumps(said), flush=True)
+                    lines.append(said)
+                    answered, patience = answered + 1, PATIENCE_S
+                worker.kill()
+            if answered == len(jobs) or worker.returncode == 0:
+                break
+            if worker.returncode == BROKEN:
+                first = answered
+                continue
+            said = {"row": jobs[answered][0].name, "t": short(jobs[answered][1]), "failed": f"exit {worker.returncode}"}
+            print(json.dumps(said), flush=True)
+            lines.append(said)
+            first = answered + 1
+    return lines
+
+
+def _lines(worker: subprocess.Popen[str]) -> queue.Queue[str]:
+    """What ``worker`` prints, line by line as it comes, then an empty line."""
+    found: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            found.put(line)
+        found.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    return found
+
+
+def _next(lines: queue.Queue[str], patience: float) -> str:
+    """The next line; empty when there is none for too long."""
+    try:
+        return lines.get(timeout=patience)
+    except queue.Empty:
+        return ""
+
+
+def measure(jobs: list[Job], first: int, seconds: float) -> None:
+    """In the worker: one JSON line for each job from ``first`` on, without the names that the parent adds."""
+    import common
+    import torch
+
+    until = time.monotonic() + seconds
+    inputs, reference = None, None
+    for row, tiling in jobs[first:]:
+        if time.monotonic() > until:
+            return
+        if inputs is None or reference is None or inputs.row != row:
+            inputs, reference = None, None
+            torch.cuda.empty_cache()
+            inputs = common.make_inputs(row)
+            reference = common.reference_rows(inputs, inputs.page_tables[0], row.head_dim, row.head_dim**-0.5)
+        try:
+            said = _measured(inputs, reference, tiling)
+            torch.cuda.synchronize()
+        except Exception as failure:
+            print(json.dumps({"failed": f"{type(failure).__name__} {str(failure)[:120]}"}), flush=True)
+            if "CUDA" in str(failure):
+                os._exit(BROKEN)
+        else:
+            print(json.dumps(said), flush=True)
+
+
+def _measured(inputs: Any, reference: Any, tiling: Tiling) -> dict[str, Any]:
+    import common
+    import torch
+    from tune_triton import real_call
+
+    from specops.ops.triton_common import release_counters
+
+    def call_on(table: Any) -> Callable[[], Any]:
+        return lambda: real_call(inputs, table, tiling, False)
+
+    calls = [call_on(table) for table in inputs.page_tables]
+    errors = [common.error_against(reference, calls[0](), inputs.row)]
+    # Once more from a replayed graph in which launches overlap.
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [call() for call in calls[:2] * 4]
+    for _ in range(3):
+        graph.replay()
+    errors += [common.error_against(reference, out, inputs.row) for out in outs[::2]]
+    del graph, outs
+    release_counters()
+    # NaN stays.
+    error = max(errors) if all(one == one for one in errors) else float("nan")
+    said: dict[str, Any] = {"err": float(f"{error:.1e}")}
+    if not error < GOOD_ERROR:
+        return {**said, "failed": "wrong"}
+    return {"us": round(common.graph_us(calls), 2), **said}
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], "rb") as handle:
+        measure(pickle.load(handle), int(sys.argv[2]), float(sys.argv[3]))

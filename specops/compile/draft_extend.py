@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from specops.metadata import attention_metadata
 
 Cache = PagedKVCache | PagedLatentCache
 Rows = Literal["last", "all"]
+# In the table's order.
+_FIELDS = attrgetter("input_ids", "hidden_states", "seq_lens", "accept_lens", "page_table")
 
 
 class DraftExtendOutput(NamedTuple):
@@ -155,7 +158,7 @@ class DraftExtendRunner:
 
     def __call__(self, batch: DraftExtendBatch) -> DraftExtendOutput:
         """Run one draft-extend. See :meth:`StepRunner.__call__` for what is raised."""
-        logits, hidden = self.runner(batch.as_dict())
+        logits, hidden = self.runner.run(_FIELDS(batch))
         return DraftExtendOutput(logits, hidden)
 
 

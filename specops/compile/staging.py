@@ -1,4 +1,4 @@
-"""One kernel that copies a raw batch into a bucket's static buffers and pads the rest.
+"""One kernel that copies several tensors by rows: a raw batch into a bucket's static buffers, or outputs out of a graph.
 
 Copying field by field costs a launch a field, and two with padding; on a step of a few hundred microseconds that is
 what the host's time goes to. The kernel treats every field as rows of 4-byte words (or bytes, where a row is not a multiple
@@ -7,7 +7,8 @@ of four), so one launch serves all dtypes. Needs Triton and CUDA; elsewhere :met
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specops.batch import FieldTable
+from specops.compile.launch import PreparedLaunch, aligned, prepare
 
 MAX_FIELDS = 8
 # Words a program copies. Small fields dominate, so the grid is one program for each of them and a few for hidden states.
@@ -74,6 +76,52 @@ def _stage(  # type: ignore[no-untyped-def]
             _copy_field(s7, t7, num_rows, bucket, pid, W7, P7, (WIDE & 128) != 0, BLOCK)
 
 
+class FusedCopy:
+    """Copies up to ``MAX_FIELDS`` contiguous tensors by rows in one launch, and pads behind the rows.
+
+    Args:
+        row_bytes: bytes of one row of each.
+        pads: what fills a row behind those copied: the word, 4 bytes or 1, as a signed integer.
+    """
+
+    def __init__(self, row_bytes: Sequence[int], pads: Sequence[int] | None = None) -> None:
+        if len(row_bytes) > MAX_FIELDS:
+            raise ValueError(f"a fused copy takes up to {MAX_FIELDS} fields, got {len(row_bytes)}")
+        units = [unit_of(size) for size in row_bytes]
+        spare = [0] * (MAX_FIELDS - len(units))
+        wide = sum((unit == 4) << index for index, unit in enumerate(units))
+        self._words = [size // unit for size, unit in zip(row_bytes, units, strict=True)]
+        self._constants = (*self._words, *spare, *(pads or [0] * len(units)), *spare, wide, BLOCK)
+        self._kernel: Any = None
+
+    def __call__(self, sources: Sequence[Tensor], targets: Sequence[Tensor], num_rows: int, bucket: int) -> None:
+        """Copy ``num_rows`` rows of each source to its target, whose rows up to ``bucket`` are padded."""
+        pointers = [tensor for pair in zip(sources, targets, strict=True) for tensor in pair]
+        pointers += [pointers[0]] * (2 * MAX_FIELDS - len(pointers))
+        kernel = _stage[self._grid(bucket)](*pointers, num_rows, bucket, *self._constants)
+        if self._kernel is None and aligned([tensor.data_ptr() for tensor in pointers]):
+            self._kernel = kernel
+
+    def prepare(
+        self, sources: Sequence[Tensor] | None, targets: Sequence[Tensor] | None, num_rows: int, bucket: int
+    ) -> PreparedLaunch | None:
+        """The same launch with its sources or its targets still open (None), for aligned addresses.
+
+        None where the kernel has not been launched yet, or can't be prepared.
+        """
+        known = [tensor.data_ptr() for tensor in sources or targets or ()]
+        if self._kernel is None or not aligned(known):
+            return None
+        pointers: list[int | None] = []
+        for address in known:
+            pointers += (None, address) if sources is None else (address, None)
+        pointers += [known[0]] * (2 * MAX_FIELDS - len(pointers))
+        return prepare(self._kernel, self._grid(bucket), pointers, (num_rows, bucket))
+
+    def _grid(self, bucket: int) -> tuple[int, int]:
+        return -(-max(self._words) * bucket // BLOCK), len(self._words)
+
+
 class FusedStaging:
     """``FieldTable.copy_in`` as one launch.
 
@@ -87,31 +135,33 @@ class FusedStaging:
     def __init__(self, table: FieldTable) -> None:
         if len(table.fields) > MAX_FIELDS:
             raise ValueError(f"fused staging takes up to {MAX_FIELDS} fields, got {len(table.fields)}")
-        self.names = table.names
-        words, pads, wide = [], [], 0
-        for index, field in enumerate(table.fields):
+        self.table, self.names = table, table.names
+        row_bytes, pads = [], []
+        for field in table.fields:
             size = field.dtype.itemsize
             for extent in field.row_shape(table.tokens_per_request):
                 size *= extent
-            is_wide = size % 4 == 0
-            unit = 4 if is_wide else 1
-            wide |= int(is_wide) << index
-            words.append(size // unit)
-            pads.append(_pad_word(field.pad, field.dtype, unit))
-        spare = MAX_FIELDS - len(words)
-        self._constants = (*words, *[0] * spare, *pads, *[0] * spare, wide, BLOCK)
-        self._words = words
-        self._spare = spare
+            row_bytes.append(size)
+            pads.append(_pad_word(field.pad, field.dtype, unit_of(size)))
+        self.copy = FusedCopy(row_bytes, pads)
 
     def __call__(self, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], num_requests: int, bucket: int) -> None:
         """As :meth:`FieldTable.copy_in`."""
-        pointers: list[Tensor] = []
-        for name in self.names:
-            source = batch[name]
-            pointers += (source if source.is_contiguous() else source.contiguous(), buffers[name])
-        pointers += [pointers[0]] * (2 * self._spare)
-        blocks = -(-max(self._words) * bucket // BLOCK)
-        _stage[(blocks, len(self.names))](*pointers, num_requests, bucket, *self._constants)
+        sources = [batch[name].detach().contiguous() for name in self.names]
+        if any(source.data_ptr() % 4 for source in sources):
+            # A view that starts between two words.
+            self.table.copy_in(buffers, batch, num_requests, bucket)
+        else:
+            self.copy(sources, [buffers[name] for name in self.names], num_requests, bucket)
+
+    def prepare(self, buffers: Mapping[str, Tensor], num_requests: int, bucket: int) -> PreparedLaunch | None:
+        """The launch for batches of ``num_requests``, whose fields' addresses are still open; None if it can't be."""
+        return self.copy.prepare(None, [buffers[name] for name in self.names], num_requests, bucket)
+
+
+def unit_of(row_bytes: int) -> int:
+    """Bytes of the words that a field's rows are moved in."""
+    return 1 if row_bytes % 4 else 4
 
 
 def _pad_word(pad: float, dtype: torch.dtype, unit: int) -> int:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from operator import getitem
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+_ADDRESS = Tensor.data_ptr
 
 
 class StaticTensors:
@@ -11,31 +18,73 @@ class StaticTensors:
 
     A graph reads those addresses for ever, so a module that was moved, cast, or given a new cache must be recorded again.
     In-place changes of values (``copy_``, ``load_state_dict``) keep the address and are seen by the graph.
+
+    :meth:`moved` stands before every replay, while the device waits for the host. It leaves nothing out, since a graph must
+    not write into memory that has gone to somebody else, and runs no loop in Python:
+
+    * every child module is the one of capture: the dicts that hold them are compared with copies of themselves;
+    * every name holds a tensor at the address of capture: ``map`` looks them up, and one call compares;
+    * no storage of capture has been freed, so that an address can't be an old one with something new at it (another
+      dtype or shape). A weak reference to each storage tells when it goes.
+
+    No tensor is kept alive, so that a pool can be freed before its successor is made.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules: list[tuple[str, dict[str, nn.Module | None], str, nn.Module]] = []
-        self._tensors: list[tuple[str, dict[str, Tensor | None], str, int, torch.dtype]] = []
+        children: list[tuple[str, dict[str, Any]]] = []
+        places: list[tuple[str, dict[str, Any], str]] = []
         for prefix, owner in module.named_modules():
-            for name, child in owner._modules.items():
-                if child is not None:
-                    self._modules.append((_joined(prefix, name), owner._modules, name, child))
-            for tensors in (owner._parameters, owner._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        entry = (_joined(prefix, name), tensors, name, tensor.data_ptr(), tensor.dtype)
-                        self._tensors.append(entry)  # type: ignore[arg-type]
+            if owner._modules:
+                children.append((prefix, owner._modules))
+            for holder in (owner._parameters, owner._buffers):
+                places.extend((prefix, holder, name) for name, tensor in holder.items() if tensor is not None)
+        self._prefixes, self._children = [prefix for prefix, _ in children], [holder for _, holder in children]
+        self._copies = [dict(holder) for holder in self._children]
+        self._labels = [_joined(prefix, name) for prefix, _, name in places]
+        self._holders, self._names = [holder for _, holder, _ in places], [name for *_, name in places]
+        tensors = self._current()
+        self._addresses = list(map(_ADDRESS, tensors))
+        self._at = _address_check(tensors, self._addresses)
+        self._freed: list[Any] = []
+        self._storages = [weakref.ref(tensor.untyped_storage(), self._freed.append) for tensor in tensors]
 
     def moved(self) -> str | None:
-        """Name of a tensor that is no longer where it was, or of a module that was replaced; None if all are in place."""
-        for label, modules, name, child in self._modules:
-            if modules.get(name) is not child:
+        """Name of what is no longer where it was or was replaced; None if all is in place."""
+        try:
+            if not self._freed and self._children == self._copies and self._at(self._current()):
+                return None
+        except (KeyError, TypeError, RuntimeError):
+            # A name is gone, or holds no tensor with memory.
+            pass
+        return self._name_of_moved()
+
+    def _current(self) -> list[Tensor]:
+        return list(map(getitem, self._holders, self._names))
+
+    def _name_of_moved(self) -> str:
+        for prefix, now, then in zip(self._prefixes, self._children, self._copies, strict=True):
+            for name in {**then, **now}:
+                if now.get(name) is not then.get(name):
+                    return _joined(prefix, name)
+        for label, holder, name, address in zip(self._labels, self._holders, self._names, self._addresses, strict=True):
+            tensor = holder.get(name)
+            if tensor is None or tensor.data_ptr() != address:
                 return label
-        for label, tensors, name, address, dtype in self._tensors:
-            tensor = tensors.get(name)
-            if tensor is None or tensor.data_ptr() != address or tensor.dtype != dtype:
-                return label
-        return None
+        return next(label for label, storage in zip(self._labels, self._storages, strict=True) if storage() is None)
+
+
+def _address_check(tensors: list[Tensor], addresses: list[int]) -> Callable[[list[Tensor]], bool]:
+    """What tells whether tensors are at ``addresses``: torch's own check, which CUDA builds have, else ``map``."""
+    check = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    places = list(range(len(tensors)))
+    if check is not None and tensors:
+        # It is private to torch, so it must first show that it takes these arguments and sees a difference.
+        try:
+            if check(tensors, addresses, places) and not check(tensors, [*addresses[:-1], addresses[-1] + 1], places):
+                return lambda current: bool(check(current, addresses, places))
+        except (TypeError, RuntimeError):
+            pass
+    return lambda current: list(map(_ADDRESS, current)) == addresses
 
 
 def _joined(prefix: str, name: str) -> str:

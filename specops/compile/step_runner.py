@@ -1,8 +1,8 @@
 """A runner for one compiled step: pad to a bucket, run or replay, unpad.
 
-Data flow of a call: raw batch -> static buffers of the bucket (``FieldTable.copy_in``) -> compiled step, as a CUDA graph
-where there is one -> outputs of the live requests. The step computes all of its metadata from its inputs, so capture and
-replay have nothing else to agree on.
+Data flow of a call: raw batch -> static buffers of the bucket -> compiled step, as a CUDA graph where there is one ->
+outputs of the live requests (:mod:`specops.compile.ready`). The step computes all of its metadata from its inputs, so
+capture and replay have nothing else to agree on.
 
 Modes, with equal results:
 
@@ -16,13 +16,12 @@ On a device without CUDA graphs the first two run the compiled step as it is. A 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import time
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -32,8 +31,11 @@ from specops.batch import FieldTable, unpad
 from specops.compile import report
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
+from specops.compile.capture import capture_stream, captures, capturing
+from specops.compile.compiled import compiled
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
+from specops.compile.ready import CopyIn, HandOver, Ready, Staging, copy_of_outputs
 from specops.compile.static_tensors import StaticTensors, weak_reference
 
 Mode = Literal["reduce-overhead", "direct", "eager"]
@@ -41,6 +43,11 @@ MODES: tuple[Mode, ...] = ("reduce-overhead", "direct", "eager")
 # Forms of raw batches, one or two for each number of requests.
 KEPT_FORMS = 1024
 Progress = Callable[[int, int, str], None]
+# A batch's form is read at every call, so by ``map``: loops in C.
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE_INDEX = Tensor.get_device
 
 
 class StepRunner:
@@ -113,13 +120,21 @@ class StepRunner:
         self._bucket_reports = {size: report.BucketReport(size) for size in self.buckets}
         self._report.buckets = list(self._bucket_reports.values())
         self._stage = _staging(table) if self._uses_graphs else table.copy_in
+        self._pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
+        # Of one name, itemgetter gives the item and not a tuple.
+        names = table.names
+        self._pick = itemgetter(*names) if len(names) > 1 else lambda batch: (batch[names[0]],)
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
         self._views: dict[int, dict[str, Tensor]] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
         self._statics: StaticTensors | None = None
         self._obstacles: list[str] | None = None
         self._forms: dict[Any, int] = {}
-        self._staged: tuple[int, int] | None = None
+        # Tensors outside of CUDA have the index -1, and no other accelerator lives beside CUDA.
+        self._device_of: Callable[[Tensor], Any] = _DEVICE_INDEX if self.device.type == "cuda" else _DEVICE
+        self._ready: dict[int, Ready] = {}
+        self._copy_outputs: Any = None
+        self._staged: int | None = None
         self._warm = False
 
     @property
@@ -143,11 +158,13 @@ class StepRunner:
         if self._warm:
             return self.explain()
         graphs_before, started = report.compiled_graphs(), time.perf_counter()
-        with torch.no_grad(), self._config():
+        direct = self._uses_graphs and self.mode == "direct"
+        with torch.no_grad(), self._config(), captures(self.device) if direct else nullcontext():
             for done, size in enumerate(reversed(self.buckets), 1):
                 self._warm_bucket(size)
                 if progress is not None:
                     progress(done, len(self.buckets), f"{self.name}: {size} requests")
+            self._prime()
         self._report.compiled_graphs = report.compiled_graphs() - graphs_before
         self._report.compile_seconds = time.perf_counter() - started
         self._statics = StaticTensors(self.step)
@@ -176,23 +193,49 @@ class StepRunner:
                 ``over_bucket="error"``.
             GraphLostError: in strict mode, where a graph is lost.
         """
-        # A batch of a form that was checked before need not be checked again: it is the host's time before a replay.
-        form = tuple([(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in batch.items()])
-        known = self._forms.get(form)
-        num_requests = self.table.check(batch, self.device) if known is None else known
-        if known is None and len(self._forms) < KEPT_FORMS:
-            self._forms[form] = num_requests
+        try:
+            fields = self._pick(batch) if len(batch) == len(self.table.fields) else None
+        except KeyError:
+            fields = None
+        if fields is None:
+            self.table.check(batch, self.device)
+            raise AssertionError("a batch of other fields than the table's passed its check")
+        return self.run(fields, unchanged=unchanged)
+
+    def run(self, fields: Sequence[Tensor], *, unchanged: bool = False) -> list[Tensor]:
+        """:meth:`__call__` for fields in the table's order.
+
+        What stands before the replay is the host's time that a step waits for; it is kept to a few microseconds.
+        """
+        # A batch of a form that was checked before need not be checked again.
+        form = (*map(_SHAPE, fields), *map(_DTYPE, fields), *map(self._device_of, fields))
+        num_requests = self._forms.get(form)
+        if num_requests is None:
+            num_requests = self.table.check(self._named(fields), self.device)
+            if len(self._forms) < KEPT_FORMS:
+                self._forms[form] = num_requests
+        ready = self._ready.get(num_requests)
+        if ready is None:
+            served = self._make_ready(fields, num_requests)
+            if not isinstance(served, Ready):
+                return served
+            ready = served
+        if not unchanged or self._staged != num_requests:
+            ready.stage(fields)
+            self._staged = num_requests
+        assert self._statics is not None
+        moved = self._statics.moved()
+        if moved is not None:
+            self._re_record(moved)
+            return self.run(fields)
+        handle = self._planned(ready.views) if self._make_plan is not None else {}
+        ready.entry.replays += 1
+        if ready.replay is not None and ready.hand_over is not None:
+            ready.replay()
+            return ready.hand_over(self.outputs == "view")
         with torch.no_grad():
-            if num_requests == 0:
-                return [output[:0] for output in self._eager(self._idle_batch())]
-            bucket = bucket_for(num_requests, self.buckets)
-            if self.mode == "eager":
-                return list(self._eager(self.table.rows(batch, num_requests)))
-            if bucket is None:
-                return self._over(batch, num_requests)
-            if not self._warm:
-                self.warm_up()
-            return self._replay(batch, num_requests, bucket, unchanged)
+            outputs = unpad(self._run_compiled({**ready.views, **handle}, ready.bucket), num_requests, ready.bucket)
+            return outputs if self.outputs == "view" or not self._uses_graphs else [output.clone() for output in outputs]
 
     def explain(self) -> report.RunnerReport:
         """Per bucket: captured or why not, time, graph memory, replays; and every recompile after warm-up."""
@@ -204,34 +247,37 @@ class StepRunner:
             self.warm_up()
         return save_cache(path)
 
-    def _replay(self, batch: Mapping[str, Tensor], num_requests: int, bucket: int, unchanged: bool) -> list[Tensor]:
-        assert self._statics is not None
-        moved = self._statics.moved()
-        if moved is not None:
-            self._re_record(moved)
-        views = self._bucket_views(bucket)
-        if not unchanged or self._staged != (bucket, num_requests):
-            self._stage(views, batch, num_requests, bucket)
-            self._staged = (bucket, num_requests)
-        handle = self._planned(views)
-        self._bucket_reports[bucket].replays += 1
-        captured = self._graphs.get(bucket)
-        if captured is not None:
-            graph, outputs = captured
-            graph.replay()
-        else:
-            outputs = self._run_compiled({**views, **handle}, bucket)
-        live = unpad(outputs, num_requests, bucket)
-        if self.outputs == "view" or not self._uses_graphs:
-            return live
-        return [output.clone() for output in live]
+    def _named(self, fields: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.table.names, fields, strict=True))
+
+    def _make_ready(self, fields: Sequence[Tensor], num_requests: int) -> Ready | list[Tensor]:
+        """What runs ``num_requests`` requests from now on; or their outputs, if no bucket is to serve them."""
+        with torch.no_grad():
+            if num_requests == 0:
+                return [output[:0] for output in self._eager(self._idle_batch())]
+            bucket = bucket_for(num_requests, self.buckets)
+            if self.mode == "eager":
+                return list(self._eager(self.table.rows(self._named(fields), num_requests)))
+            if bucket is None:
+                return self._over(self._named(fields), num_requests)
+            if not self._warm:
+                self.warm_up()
+            views, stage = self._bucket_views(bucket), self._stage
+            launch = stage.prepare(views, num_requests, bucket) if hasattr(stage, "prepare") else None
+            staging = Staging(self.table.names, views, num_requests, bucket, stage, launch)
+            ready = Ready(bucket, views, self._bucket_reports[bucket], staging)
+            captured = self._graphs.get(bucket)
+            if captured is not None:
+                graph, outputs = captured
+                ready.replay, ready.hand_over = graph.replay, HandOver(outputs, num_requests, bucket, self._copy_outputs)
+            self._ready[num_requests] = ready
+            return ready
 
     def _run_compiled(self, views: Mapping[str, Tensor], bucket: int) -> list[Tensor]:
         before = report.compiled_graphs()
         if self._uses_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        with self._config():
-            outputs = self._call_compiled(views)
+        outputs = self._call_compiled(views)
         if report.compiled_graphs() != before and self._warm:
             cause = report.recompile_cause(report.last_recompile_reason(), tuple(views))
             self._report.recompiles.append(cause)
@@ -253,6 +299,7 @@ class StepRunner:
         """Weights or caches have new addresses: graphs that read the old ones must not be replayed."""
         self._losses.tell(f"{moved} has moved since capture; recording again")
         self._graphs.clear()
+        self._ready.clear()
         self._plans.clear()
         self._compiled = None
         self._warm = False
@@ -300,7 +347,7 @@ class StepRunner:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
                 self._call_compiled({**views, **handle})
             return None
-        stream = _capture_stream(self.device)
+        stream = capture_stream(self.device)
         handle = self._planned(views)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -311,7 +358,7 @@ class StepRunner:
         graph = torch.cuda.CUDAGraph()
         handle = self._planned(views)
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+            with capturing(graph, self.pool, stream):
                 outputs = self._call_compiled({**views, **handle})
         except RuntimeError as error:
             return f"capture failed: {str(error).splitlines()[0]}"
@@ -319,10 +366,20 @@ class StepRunner:
         self._graphs[size] = (graph, [weak_reference(output) for output in outputs])
         return None
 
+    def _prime(self) -> None:
+        """Compile the kernels that stage batches and hand outputs over, so that no call has to."""
+        self._staged = None
+        if not self._uses_graphs:
+            return
+        self._stage(self._bucket_views(self.max_requests), self._idle_batch(), 1, 1)
+        captured = self._graphs.get(self.max_requests)
+        if captured is not None and hasattr(self._stage, "prepare"):
+            self._copy_outputs = copy_of_outputs(captured[1], self.max_requests)
+
     def _call_compiled(self, views: Mapping[str, Tensor]) -> list[Tensor]:
         if self._compiled is None:
-            mode = "reduce-overhead" if self._uses_graphs and self.mode == "reduce-overhead" else None
-            self._compiled = torch.compile(own_code(self.step), backend=self.compiler, mode=mode, fullgraph=True)
+            graphs = self._uses_graphs and self.mode == "reduce-overhead"
+            self._compiled = compiled(self.step, self.compiler, graphs)
         return list(self._compiled(**views))
 
     def _eager(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -379,21 +436,7 @@ class StepRunner:
         return torch.cuda.memory_reserved(self.device) if self._uses_graphs else 0
 
 
-def own_code(step: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
-    """A function that calls ``step``, with a code object of its own.
-
-    Dynamo keeps compiled code, and counts recompiles against its limit, per code object. With a shared one, many runners
-    in one process would run into that limit.
-    """
-
-    def call(**views: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = step(**views)
-        return outputs
-
-    return types.FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
-
-
-def _staging(table: FieldTable) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor], int, int], None]:
+def _staging(table: FieldTable) -> CopyIn:
     """One fused launch where Triton is installed and the table fits it, else a copy a field."""
     if importlib.util.find_spec("triton") is None:
         return table.copy_in
@@ -403,12 +446,6 @@ def _staging(table: FieldTable) -> Callable[[Mapping[str, Tensor], Mapping[str, 
         return FusedStaging(table)
     except ValueError:
         return table.copy_in
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One side stream for all captures of a device: libraries keep a workspace of tens of MiB for every stream they see."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specops.compile.step_runner import own_code
+from specops.compile.compiled import own_code
 from specops.layout import QueryLayout
 from specops.metadata import attention_metadata
 from specops.spec.verify import choose_next, run_target

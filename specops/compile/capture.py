@@ -1,0 +1,54 @@
+"""Capture of one CUDA graph among many.
+
+``torch.cuda.graph`` waits for the device and gives all cached memory back before each capture, and the run that warms the
+next one up has to get it again. Twenty captures in a row need that once, see :func:`captures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def captures(device: torch.device) -> Iterator[None]:
+    """Around a series of captures: cached memory is given back before and after it."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what is launched within into ``graph``; no garbage is collected meanwhile, which could free what the device
+    may not be asked to free then."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool)
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One side stream for all captures of a device: libraries keep a workspace of tens of MiB for every stream they see."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

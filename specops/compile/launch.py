@@ -1,0 +1,143 @@
+"""A compiled Triton kernel launched again and again with other addresses, in about a microsecond of the host's time.
+
+Triton's own way from a call to a launch binds, specialises and looks up every argument: tens of microseconds for a kernel
+with thirty of them, which stand before a graph of a few hundred. Here the arguments lie ready in memory as the driver wants
+them (``cuLaunchKernel``, part of CUDA's stable interface); a launch writes the addresses that differ and calls the driver.
+
+What is relied on is checked where a launch is prepared: the driver itself tells the sizes of the kernel's parameters, and a
+kernel that is not as expected gets no prepared launch, so that the caller stays with Triton's. Hooks of Triton's profiler
+don't see prepared launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# Parameters of a Triton kernel behind those of its signature: scratch memory, which these kernels don't have.
+_MOST_HIDDEN = 6
+
+
+class PreparedLaunch:
+    """One launch, but for the addresses that change.
+
+    Args:
+        driver: the driver's library.
+        function: the kernel's ``CUfunction``.
+        grid: programs along x and y.
+        num_threads: threads of a program.
+        pointers: every pointer argument, in the kernel's order; a changing one is None and filled in by each call.
+        numbers: integer arguments, which come behind the pointers.
+    """
+
+    def __init__(
+        self,
+        driver: Any,
+        function: int,
+        grid: tuple[int, int],
+        num_threads: int,
+        pointers: Sequence[int | None],
+        numbers: Sequence[int],
+    ) -> None:
+        changing = [place for place, pointer in enumerate(pointers) if pointer is None]
+        # The changing ones lie side by side, so that one call writes them all.
+        order = [*changing, *(place for place in range(len(pointers)) if place not in changing)]
+        order += range(len(pointers), len(pointers) + len(numbers))
+        count = len(order) + _MOST_HIDDEN
+        # Eight bytes each; the kernel reads the lower four of a number. What is hidden stays null.
+        self._values = (ctypes.c_uint64 * count)()
+        self._params = (ctypes.c_void_p * count)()
+        known = [*(pointer or 0 for pointer in pointers), *numbers]
+        start = ctypes.addressof(self._values)
+        for slot, place in enumerate(order):
+            self._values[slot] = known[place]
+            self._params[place] = start + 8 * slot
+        for place in range(len(order), count):
+            self._params[place] = start + 8 * place
+        self._write = struct.Struct(f"={len(changing)}Q").pack_into
+        self._launch: Callable[..., int] = driver.cuLaunchKernel
+        shape = map(ctypes.c_uint, (*grid, 1, num_threads, 1, 1, 0))
+        self._head = (ctypes.c_void_p(function), *shape)
+        self._streams: dict[int, ctypes.c_void_p] = {}
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> bool:
+        """Launch with the changing ``addresses``, in order, on a raw stream; whether the driver took it."""
+        handle = self._streams.get(stream)
+        if handle is None:
+            handle = self._streams[stream] = ctypes.c_void_p(stream)
+        self._write(self._values, 0, *addresses)
+        return self._launch(*self._head, handle, self._params, None) == 0
+
+
+def prepare(
+    kernel: Any, grid: tuple[int, int], pointers: Sequence[int | None], numbers: Sequence[int]
+) -> PreparedLaunch | None:
+    """A prepared launch of a kernel that Triton has compiled and launched; None if it can't be.
+
+    Args:
+        kernel: what Triton's launch returned.
+        grid, pointers, numbers: as for :class:`PreparedLaunch`; ``pointers`` and ``numbers`` are all of its arguments that
+            are no constants, in order.
+    """
+    driver = _driver()
+    if driver is None:
+        return None
+    try:
+        function, metadata = kernel.function, kernel.metadata
+        plain = (metadata.num_ctas, metadata.shared) == (1, 0) and not getattr(metadata, "launch_cooperative_grid", False)
+        num_threads = 32 * metadata.num_warps
+    except AttributeError:
+        return None
+    if not plain or not isinstance(function, int):
+        return None
+    if any(getattr(metadata, name, 0) for name in ("global_scratch_size", "profile_scratch_size")):
+        return None
+    wanted = [8] * len(pointers) + [4] * len(numbers)
+    sizes = _parameter_sizes(driver, function, len(wanted) + _MOST_HIDDEN)
+    if sizes[: len(wanted)] != wanted or len(sizes) == len(wanted) + _MOST_HIDDEN:
+        return None
+    return PreparedLaunch(driver, function, grid, num_threads, pointers, numbers)
+
+
+@functools.cache
+def _driver() -> Any:
+    """The driver's library, None where kernels are not NVIDIA's or the driver is too old to tell of parameters."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuFuncGetParamInfo  # noqa: B018
+    except (OSError, AttributeError):
+        return None
+    return driver
+
+
+def _parameter_sizes(driver: Any, function: int, most: int) -> list[int]:
+    """Bytes of each of the kernel's parameters, up to ``most`` of them."""
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while len(sizes) < most:
+        place = ctypes.c_size_t(len(sizes))
+        if driver.cuFuncGetParamInfo(ctypes.c_void_p(function), place, ctypes.byref(offset), ctypes.byref(size)):
+            break
+        sizes.append(size.value)
+    return sizes
+
+
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether all addresses are multiples of 16: what Triton compiles a kernel for if those of its first launch are."""
+    return not functools.reduce(operator.or_, addresses) & 15
+
+
+def raw_stream(device_index: int) -> int | None:
+    """The current stream of a device, None if the device is not the current one: a launch would need a switch."""
+    if torch._C._cuda_getDevice() != device_index:
+        return None
+    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return stream

@@ -60,6 +60,9 @@ class Tiling:
         max_registers: registers a thread, to fit more programs on a multiprocessor; None leaves it to the compiler.
         direct: give every unit the same number of programs, which take its blocks in turn, instead of the schedule.
         hopper: the kernel of ``triton_hopper``, whose block sizes and warps are fixed.
+        roles: the kernel of ``triton_hopper_roles``, with fixed sizes too.
+        hold: with roles, hold back the product with a block's values until the scores of the next block are done.
+        rounded_partials: with roles, partial results in the dtype of the query instead of float32.
         early: launch the split kernel while the kernel before it ends, where the device can; it waits for that one's end
             before it reads anything.
         even: where cutting every unit into equally many parts, or giving every program equally many whole units, keeps
@@ -77,6 +80,9 @@ class Tiling:
     max_registers: int | None = None
     direct: bool = False
     hopper: bool = False
+    roles: bool = False
+    hold: bool = False
+    rounded_partials: bool = False
     early: bool = False
     even: bool = False
 

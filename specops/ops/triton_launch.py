@@ -153,7 +153,8 @@ def launch(
     if tiling.direct:
         programs = max(programs // units, 1) * units
     slots = programs if tiling.direct else 2 * programs
-    partial = torch.empty((slots, tiling.block_m, block_dv), dtype=torch.float32, device=q.device)
+    partial_dtype = q.dtype if tiling.rounded_partials else torch.float32
+    partial = torch.empty((slots, tiling.block_m, block_dv), dtype=partial_dtype, device=q.device)
     partial_lse = torch.empty((slots, tiling.block_m), dtype=torch.float32, device=q.device)
     counters = merge_counters(q.device, units) if tiling.inline_merge else None
     overlap = launches_overlap(q.device)
@@ -166,7 +167,20 @@ def launch(
         "OVERLAP": overlap,
     }
     even = tiling.even and not tiling.direct and query_start is None
-    if tiling.hopper:
+    if tiling.roles:
+        from specops.ops.triton_hopper_roles import launch_roles
+
+        launch_roles(
+            programs,
+            (q, q2, k_cache),
+            (out, page_table, seq_lens, query_start, sinks, tree_mask, partial, partial_lse),
+            (*numbers[:4], *numbers[5:8], *numbers[-2:]),
+            {name: constants[name] for name in ("PAGE_SIZE", "PACKED", "SINKS", "TREE")} | shared,
+            heads=group,
+            hold=tiling.hold,
+            early=early,
+        )
+    elif tiling.hopper:
         from specops.ops.triton_hopper import NUM_WARPS, latent_split_kernel
 
         latent_split_kernel[(programs,)](

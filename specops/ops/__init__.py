@@ -7,7 +7,8 @@ from specops.ops.builtin import BUILTIN
 from specops.ops.capabilities import AttentionRequest, Capabilities
 from specops.ops.linear import project_qkv, rms_norm_linear
 from specops.ops.sampling import verify_sampling
-from specops.ops.store_kv import move_kv, move_latent, store_kv, store_latent
+from specops.ops.store_kv import move_kv, move_kv_layers, move_latent, store_kv, store_latent
+from specops.ops.top_tokens import top_tokens
 from specops.ops.tree import build_tree, verify_greedy
 
 __all__ = [
@@ -20,12 +21,14 @@ __all__ = [
     "mha",
     "mla",
     "move_kv",
+    "move_kv_layers",
     "move_latent",
     "project_qkv",
     "register_backend",
     "rms_norm_linear",
     "store_kv",
     "store_latent",
+    "top_tokens",
     "verify_greedy",
     "verify_sampling",
 ]

@@ -91,6 +91,8 @@ VERIFY_SAMPLING_SCHEMA = (
     "Tensor bonus_uniforms, int num_steps) -> (Tensor accept_lens, Tensor accept_index, Tensor accept_tokens)"
 )
 
+TOP_TOKENS_SCHEMA = "(Tensor logits, int k, bool logprobs=False) -> (Tensor values, Tensor tokens)"
+MOVE_KV_LAYERS_SCHEMA = "(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor source_slots, Tensor target_slots) -> ()"
 RMS_NORM_LINEAR_SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? norm_weight=None, float norm_eps=1e-06, float norm_offset=0.0, "
     "Tensor? bias=None, str? gate=None, Tensor? residual=None) -> Tensor"
@@ -247,3 +249,13 @@ def fake_project_qkv(
 ) -> Tensor:
     """Mutates the two caches; ``[T, Hq, D]`` in x's dtype, contiguous."""
     return x.new_empty((x.shape[0], num_heads, k_cache.shape[3]))
+
+
+def fake_top_tokens(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
+    """``[R, k]`` float32 values and int64 tokens."""
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def fake_move_kv_layers(k_caches: list[Tensor], v_caches: list[Tensor], source_slots: Tensor, target_slots: Tensor) -> None:
+    """Mutates all the caches, returns nothing."""

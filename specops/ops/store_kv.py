@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,25 @@ def move_latent(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) ->
     check_slots(source_slots, target_slots.shape[0])
     check_slots(target_slots, source_slots.shape[0])
     torch.ops.specops.move_latent(kv_cache, source_slots, target_slots)
+
+
+def move_kv_layers(
+    k_caches: Sequence[Tensor], v_caches: Sequence[Tensor], source_slots: Tensor, target_slots: Tensor
+) -> None:
+    """:func:`move_kv` of the same slots in the caches of all layers: one launch on a GPU.
+
+    Args:
+        k_caches, v_caches: one of each a layer, as for :func:`move_kv`; mutated.
+        source_slots, target_slots: as for :func:`move_kv`.
+
+    Raises:
+        ValueError, TypeError: another number of K than of V caches, or slots that do not fit.
+    """
+    if len(k_caches) != len(v_caches):
+        raise ValueError(f"there must be a V cache for each K cache, got {len(k_caches)} and {len(v_caches)}")
+    check_slots(source_slots, target_slots.shape[0])
+    check_slots(target_slots, source_slots.shape[0])
+    torch.ops.specops.move_kv_layers(list(k_caches), list(v_caches), source_slots, target_slots)
 
 
 def check_slots(slots: Tensor, num_tokens: int) -> None:
@@ -209,6 +228,11 @@ def _move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slot
     _move(v_cache, source_slots, target_slots)
 
 
+def _move_kv_layers(k_caches: list[Tensor], v_caches: list[Tensor], source_slots: Tensor, target_slots: Tensor) -> None:
+    for cache in (*k_caches, *v_caches):
+        _move(cache, source_slots, target_slots)
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
@@ -234,6 +258,13 @@ for _name, _schema, _fake, _kernel, _cpu_kernel in (
     ("store_kv", contracts.STORE_KV_SCHEMA, contracts.fake_store_kv, _store_kv, _store_kv_cpu),
     ("store_latent", contracts.STORE_LATENT_SCHEMA, contracts.fake_store_latent, _store_latent, _store_latent_cpu),
     ("move_kv", contracts.MOVE_KV_SCHEMA, contracts.fake_move_kv, _move_kv, _move_kv),
+    (
+        "move_kv_layers",
+        contracts.MOVE_KV_LAYERS_SCHEMA,
+        contracts.fake_move_kv_layers,
+        _move_kv_layers,
+        _move_kv_layers,
+    ),
     ("move_latent", contracts.MOVE_LATENT_SCHEMA, contracts.fake_move_latent, _move, _move),
 ):
     contracts.define(

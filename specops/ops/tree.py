@@ -7,6 +7,8 @@ on their device, without a host synchronisation, and ``n`` is independent of ``n
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -170,8 +172,35 @@ def _verify_greedy(
     return accept_lens, accept_index, torch.where(accepted, emitted, 0)
 
 
-for _name, _schema, _fake, _kernel in (
-    ("build_tree", contracts.BUILD_TREE_SCHEMA, contracts.fake_build_tree, _build_tree),
-    ("verify_greedy", contracts.VERIFY_GREEDY_SCHEMA, contracts.fake_verify_greedy, _verify_greedy),
+def _build_tree_cuda(
+    root_tokens: Tensor,
+    candidate_tokens: Tensor,
+    candidate_scores: Tensor,
+    candidate_parents: Tensor,
+    num_draft_tokens: int,
+    num_steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    arguments = root_tokens, candidate_tokens, candidate_scores, candidate_parents, num_draft_tokens, num_steps
+    if importlib.util.find_spec("triton") is None:
+        return _build_tree(*arguments)
+    from specops.ops import triton_round
+
+    small = candidate_tokens.shape[1] <= triton_round.MAX_CANDIDATES
+    return triton_round.build_tree(*arguments) if small else _build_tree(*arguments)
+
+
+def _verify_greedy_cuda(
+    tokens: Tensor, parents: Tensor, depths: Tensor, target_tokens: Tensor, num_steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if importlib.util.find_spec("triton") is None:
+        return _verify_greedy(tokens, parents, depths, target_tokens, num_steps)
+    from specops.ops import triton_round
+
+    return triton_round.verify_greedy(tokens, parents, depths, target_tokens, num_steps)
+
+
+for _name, _schema, _fake, _kernel, _cuda_kernel in (
+    ("build_tree", contracts.BUILD_TREE_SCHEMA, contracts.fake_build_tree, _build_tree, _build_tree_cuda),
+    ("verify_greedy", contracts.VERIFY_GREEDY_SCHEMA, contracts.fake_verify_greedy, _verify_greedy, _verify_greedy_cuda),
 ):
-    contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel})
+    contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel, "CUDA": _cuda_kernel})

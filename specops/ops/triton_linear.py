@@ -33,6 +33,10 @@ from specops.ops.triton_store import saturated
 MAX_ROWS = 1024
 
 
+# Up to so many rows the columns of a product are dealt out to the warps.
+FEW_ROWS = 16
+
+
 class Tile(NamedTuple):
     """Sizes of a launch.
 
@@ -57,9 +61,11 @@ def choose_tile(num_rows: int, width: int, paired: bool) -> Tile:
     before x is there. Many rows: tiles that read each weight less often.
     """
     whole = 1 << (width.bit_length() - 1)
-    if num_rows <= 16:
+    if num_rows <= FEW_ROWS:
+        # Each of the warps needs at least 16 columns.
+        warps = min(4, whole // 16)
         head = min(whole, 512)
-        return Tile(16, 16, min(256, _step(width - head)), head, 4, 4)
+        return Tile(16, 16, min(256, max(_step(width - head), 16 * warps)), head, warps, 4)
     if num_rows <= 32:
         head = min(whole, 256)
         return Tile(32, 16, min(128, _step(width - head)), head, 4, 4)
@@ -78,7 +84,7 @@ def _step(rest: int) -> int:
 
 
 @triton.jit
-def products(
+def products_of_many(
     x,
     norm_weight,
     weight,
@@ -128,21 +134,164 @@ def products(
     for start in tl.range(HEAD, K, BLOCK_K, num_stages=STAGES):
         column = start + step
         inside = column < K
-        values = tl.load(x_rows + column[None, :], mask=valid_row[:, None] & inside[None, :], other=0.0)
-        w_first = tl.load(first_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
+        part = tl.load(x_rows + column[None, :], mask=valid_row[:, None] & inside[None, :], other=0.0)
+        w_part = tl.load(first_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
         if NORM:
-            wide = values.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            gain = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32) + norm_offset
-            values = (wide * gain[None, :]).to(x.dtype.element_ty)
-        acc = product(values, tl.trans(w_first), acc)
+            wide_part = part.to(tl.float32)
+            squares += tl.sum(wide_part * wide_part, axis=1)
+            gain_part = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32) + norm_offset
+            part = (wide_part * gain_part[None, :]).to(x.dtype.element_ty)
+        acc = product(part, tl.trans(w_part), acc)
         if PAIRED:
-            w_second = tl.load(second_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
-            acc2 = product(values, tl.trans(w_second), acc2)
+            w_part2 = tl.load(second_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
+            acc2 = product(part, tl.trans(w_part2), acc2)
     if NORM:
         scale = tl.rsqrt(squares / K + norm_eps)
         acc *= scale[:, None]
         acc2 *= scale[:, None]
+    return acc, acc2
+
+
+@triton.jit
+def products_of_few(
+    x,
+    norm_weight,
+    weight,
+    row,
+    valid_row,
+    first,
+    second,
+    valid_n,
+    stride_x,
+    stride_w,
+    norm_eps,
+    norm_offset,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIRED: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """As :func:`products_of_many`, with the columns of a step dealt out to SPLIT groups: a batched product gives each warp
+    its own columns, where one product of 16 rows would have every warp hold all of them."""
+    part = tl.arange(0, SPLIT)[:, None, None]
+    k = part * (HEAD // SPLIT) + tl.arange(0, HEAD // SPLIT)[None, None, :]
+    first_rows = weight + first.to(tl.int64)[None, :, None] * stride_w
+    second_rows = weight + second.to(tl.int64)[None, :, None] * stride_w
+    x_rows = x + row.to(tl.int64)[None, :, None] * stride_x
+    valid_w, valid_x = valid_n[None, :, None], valid_row[None, :, None]
+    w_first = tl.load(first_rows + k, mask=valid_w, other=0.0)
+    w_second = w_first
+    if PAIRED:
+        w_second = tl.load(second_rows + k, mask=valid_w, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x_rows + k, mask=valid_x, other=0.0)
+    squares = tl.zeros((row.shape[0],), tl.float32)
+    if NORM:
+        gain = tl.load(norm_weight + k).to(tl.float32) + norm_offset
+        wide = values.to(tl.float32)
+        squares += tl.sum(tl.sum(wide * wide, axis=2), axis=0)
+        values = (wide * gain).to(x.dtype.element_ty)
+    nothing = tl.zeros((SPLIT, row.shape[0], first.shape[0]), tl.float32)
+    acc = product(values, tl.permute(w_first, (0, 2, 1)), nothing)
+    acc2 = acc
+    if PAIRED:
+        acc2 = product(values, tl.permute(w_second, (0, 2, 1)), nothing)
+    for start in tl.range(HEAD, K, BLOCK_K, num_stages=STAGES):
+        column = start + part * (BLOCK_K // SPLIT) + tl.arange(0, BLOCK_K // SPLIT)[None, None, :]
+        inside = column < K
+        value = tl.load(x_rows + column, mask=valid_x & inside, other=0.0)
+        w_part = tl.load(first_rows + column, mask=valid_w & inside, other=0.0)
+        if NORM:
+            wide_part = value.to(tl.float32)
+            squares += tl.sum(tl.sum(wide_part * wide_part, axis=2), axis=0)
+            gain_part = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32) + norm_offset
+            value = (wide_part * gain_part).to(x.dtype.element_ty)
+        acc = product(value, tl.permute(w_part, (0, 2, 1)), acc)
+        if PAIRED:
+            w_part2 = tl.load(second_rows + column, mask=valid_w & inside, other=0.0)
+            acc2 = product(value, tl.permute(w_part2, (0, 2, 1)), acc2)
+    total, total2 = tl.sum(acc, axis=0), tl.sum(acc2, axis=0)
+    if NORM:
+        scale = tl.rsqrt(squares / K + norm_eps)
+        total *= scale[:, None]
+        total2 *= scale[:, None]
+    return total, total2
+
+
+@triton.jit
+def products(
+    x,
+    norm_weight,
+    weight,
+    row,
+    valid_row,
+    first,
+    second,
+    valid_n,
+    stride_x,
+    stride_w,
+    norm_eps,
+    norm_offset,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    PAIRED: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if SPLIT == 1:
+        acc, acc2 = products_of_many(
+            x,
+            norm_weight,
+            weight,
+            row,
+            valid_row,
+            first,
+            second,
+            valid_n,
+            stride_x,
+            stride_w,
+            norm_eps,
+            norm_offset,
+            K,
+            NORM,
+            PAIRED,
+            HEAD,
+            BLOCK_K,
+            STAGES,
+            EARLY,
+        )
+    else:
+        acc, acc2 = products_of_few(
+            x,
+            norm_weight,
+            weight,
+            row,
+            valid_row,
+            first,
+            second,
+            valid_n,
+            stride_x,
+            stride_w,
+            norm_eps,
+            norm_offset,
+            K,
+            NORM,
+            PAIRED,
+            HEAD,
+            BLOCK_K,
+            SPLIT,
+            STAGES,
+            EARLY,
+        )
     return acc, acc2
 
 
@@ -176,6 +325,7 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -201,6 +351,7 @@ def linear_kernel(
         GATE is not None,
         HEAD,
         BLOCK_K,
+        SPLIT,
         STAGES,
         EARLY,
     )
@@ -255,6 +406,7 @@ def qkv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -282,6 +434,7 @@ def qkv_kernel(
         True,
         HEAD,
         BLOCK_K,
+        SPLIT,
         STAGES,
         EARLY,
     )
@@ -433,6 +586,7 @@ def _launch(tile: Tile, device: torch.device) -> dict[str, Any]:
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "HEAD": tile.head,
+        "SPLIT": tile.num_warps if tile.block_m <= FEW_ROWS else 1,
         "STAGES": tile.num_stages,
         "EARLY": early,
         "num_warps": tile.num_warps,

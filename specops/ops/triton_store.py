@@ -8,6 +8,8 @@ entries in registers between reading and writing, so overlapping ranges are safe
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -150,6 +152,34 @@ def _move_chunk(cache, source, target, live, column, stride_p, stride_s, D: tl.c
     tl.store(write, values, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_moved"])
+def move_layers_kernel(
+    addresses,
+    like,
+    source_slots,
+    target_slots,
+    num_moved,
+    stride_p,
+    stride_s,
+    stride_h,
+    stride_source,
+    stride_target,
+    D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """:func:`move_kernel` in the cache at entry ``program_id(2)`` of ``addresses``; ``like`` is one, for its dtype."""
+    n = tl.arange(0, BLOCK_N)
+    live = n < num_moved
+    source = tl.load(source_slots + n * stride_source, mask=live, other=-1).to(tl.int64)
+    target = tl.load(target_slots + n * stride_target, mask=live, other=-1).to(tl.int64)
+    live = (source >= 0) & (target >= 0)
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    cache = tl.load(addresses + tl.program_id(2)).to(like.dtype) + tl.program_id(1).to(tl.int64) * stride_h
+    _move_chunk(cache, source, target, live, column, stride_p, stride_s, D, PAGE_SIZE)
+
+
 def store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -205,6 +235,46 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, source_slots: Tensor, target_slots
 def move_latent(kv_cache: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
     """Arguments as :func:`specops.ops.move_latent`."""
     _move(kv_cache.unsqueeze(2), None, source_slots, target_slots)
+
+
+def move_kv_layers(k_caches: list[Tensor], v_caches: list[Tensor], source_slots: Tensor, target_slots: Tensor) -> None:
+    """Arguments as :func:`specops.ops.move_kv_layers`; caches of one form go in one launch."""
+    caches = [*k_caches, *v_caches]
+    num_moved = source_slots.shape[0]
+    if num_moved == 0 or not caches:
+        return
+    first = caches[0]
+    if any((c.shape, c.stride(), c.dtype) != (first.shape, first.stride(), first.dtype) for c in caches):
+        for k_cache, v_cache in zip(k_caches, v_caches, strict=True):
+            move_kv(k_cache, v_cache, source_slots, target_slots)
+        return
+    like = first.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[first.element_size()])
+    dim = first.shape[3]
+    block_n = max(next_power_of_2(num_moved), 2)
+    block_c = min(next_power_of_2(dim), max(MOVE_ELEMENTS // block_n, 8))
+    move_layers_kernel[(triton.cdiv(dim, block_c), first.shape[2], len(caches))](
+        _addresses(tuple([cache.data_ptr() for cache in caches]), first.device),
+        like,
+        source_slots,
+        target_slots,
+        num_moved,
+        *like.stride()[:3],
+        source_slots.stride(0),
+        target_slots.stride(0),
+        D=dim,
+        PAGE_SIZE=first.shape[1],
+        BLOCK_N=block_n,
+        BLOCK_C=block_c,
+    )
+
+
+@functools.cache
+def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
+    """The pointers on the device. Never freed, since a graph may have been captured with it: a few bytes a model.
+
+    A capture can't copy from the host; every step runs once before it is captured, which is when this is made.
+    """
+    return torch.tensor(pointers, dtype=torch.int64).to(device)
 
 
 def can_move(source_slots: Tensor) -> bool:

@@ -1,0 +1,152 @@
+"""Tile sizes of the fused projections: every candidate at the shapes of a decode step, beside cuBLAS's product alone.
+
+    python benchmarks/tune_linear.py --json OUT
+
+A CUDA graph holds one launch a layer over 30 sets of weights, so nothing comes out of the L2 cache that would not in a
+model, and launches overlap as they do there. Candidates are compiled in parallel processes first. One line per
+shape: the best tiles, the one that ``choose_tile`` takes today, and the library's product, all in us a launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.compile_triton import compile_all
+from specops.ops.triton_linear import Tile, choose_tile, linear
+
+LAYERS = 30
+# Name: columns of x, rows of the weight, gated.
+SHAPES = {
+    "smol_qkv": (576, 960, False),
+    "smol_o": (576, 576, False),
+    "smol_gate_up": (576, 1536, True),
+    "smol_down": (1536, 576, False),
+    "8b_qkv": (4096, 6144, False),
+    "8b_gate_up": (4096, 14336, True),
+    "8b_down": (14336, 4096, False),
+}
+
+
+def candidates(rows: int, width: int) -> list[Tile]:
+    whole = 1 << (width.bit_length() - 1)
+    found = []
+    few = rows <= 16
+    sizes = itertools.product(
+        (16,) if few else (32,) if rows <= 32 else (64,),
+        (16, 32) if few else (16, 32, 64),
+        (64, 128, 256, 512) if few else (64, 128),
+        (128, 256, 512, 1024) if few else (64, 128),
+        (2, 4, 8) if few else (4, 8),
+        (4,),
+    )
+    for tile in itertools.starmap(Tile, sizes):
+        rest = width - tile.head
+        whole_steps = (
+            rest % tile.block_k == 0 and (rest or tile.block_k == 128) and tile.block_k >= 16 * tile.num_warps * few
+        )
+        if tile.head <= whole and whole_steps and tile.block_n * tile.head <= 16384 and tile.num_warps * 512 >= tile.head:
+            found.append(tile)
+    return found
+
+
+def inputs(shape: str, rows: int, layers: int, device: str = "cuda") -> dict[str, Any]:
+    width, columns, gated = SHAPES[shape]
+    wide = columns * (2 if gated else 1)
+
+    def make(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, dtype=torch.bfloat16) * 0.05
+
+    return {
+        "x": make(rows, width),
+        "weights": [make(wide, width) for _ in range(layers)],
+        "norm": None if "down" in shape or shape.endswith("_o") else make(width),
+        "gate": "silu" if gated else None,
+        "residual": make(rows, columns) if "down" in shape or shape.endswith("_o") else None,
+    }
+
+
+def call(given: dict[str, Any], weight: torch.Tensor, tile: Tile | None) -> torch.Tensor:
+    return linear(given["x"], weight, given["norm"], 1e-5, 0.0, None, given["gate"], given["residual"], tile)
+
+
+def per_launch(run: Any, weights: list[torch.Tensor]) -> float:
+    """us a launch, the median of 15 replays."""
+    run(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            run(weight)
+    times = []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(weights))
+    return sorted(times)[len(times) // 2]
+
+
+def compile_one(shape: str, rows: int, tile: Tile) -> None:
+    """On the meta device, as :func:`benchmarks.compile_triton.compiled` wants it."""
+    call(inputs(shape, rows, 1, "meta"), inputs(shape, rows, 1, "meta")["weights"][0], tile)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="smol_qkv,smol_o,smol_gate_up,smol_down")
+    parser.add_argument("--rows", default="1,4,16,64")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    shapes, rows = args.shapes.split(","), [int(part) for part in args.rows.split(",")]
+    # One kernel serves every number of rows that shares its tile.
+    work = {(shape, tile): count for shape in shapes for count in rows for tile in candidates(count, SHAPES[shape][0])}
+    calls = [functools.partial(compile_one, shape, count, tile) for (shape, tile), count in work.items()]
+    compile_all(calls, args.workers)
+    results = [measured(shape, count) for shape, count in itertools.product(shapes, rows)]
+    if args.json:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        args.json.write_text(json.dumps({**about, "rows": results}, indent=1))
+
+
+def measured(shape: str, count: int) -> dict[str, Any]:
+    """One line: the five fastest tiles, all checked against the first one's numbers."""
+    given = inputs(shape, count, LAYERS if shape.startswith("smol") else 4)
+    weights, width = given["weights"], SHAPES[shape][0]
+    today = choose_tile(count, width, given["gate"] is not None)
+    exact, timed = call(given, weights[0], today).double(), []
+    for tile in dict.fromkeys([today, *candidates(count, width)]):
+        try:
+            out = call(given, weights[0], tile).double()
+            if (out - exact).abs().max() > 0.02 * exact.abs().max():
+                print("WRONG", shape, count, tuple(tile))
+                continue
+            timed.append((per_launch(functools.partial(call, given, tile=tile), weights), tile))
+        except Exception as error:
+            print("FAILED", shape, count, tuple(tile), type(error).__name__)
+    library = per_launch(functools.partial(F.linear, given["x"]), weights)
+    row: dict[str, Any] = {"shape": shape, "rows": count, "library_product": round(library, 2)}
+    row["today"] = next((round(time, 2) for time, tile in timed if tile == today), None)
+    row["best"] = [[round(time, 2), *tile] for time, tile in sorted(timed, key=lambda pair: pair[0])[:5]]
+    print(json.dumps(row), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()

@@ -1,0 +1,57 @@
+"""The likeliest tokens of each row of logits: what drafting, greedy verification and margins read."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from specops.ops import contracts
+
+
+def top_tokens(logits: Tensor, k: int, *, logprobs: bool = False) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest logits of each row, largest first.
+
+    Args:
+        logits: ``[R, V]``, any float dtype.
+        k: how many, 1 to V.
+        logprobs: give log-probabilities, ``logits - logsumexp(logits)`` in float32, in place of logits.
+
+    Returns:
+        ``[R, k]`` float32 values and ``[R, k]`` int64 tokens. Among equal logits the least token comes first on a GPU;
+        elsewhere the order is that of ``torch.topk``.
+
+    Raises:
+        ValueError: logits that are no matrix, or ``k`` outside 1 to V.
+    """
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be [R, V], got {tuple(logits.shape)}")
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k must be 1 to {logits.shape[1]}, the number of tokens, got {k}")
+    result: tuple[Tensor, Tensor] = torch.ops.specops.top_tokens(logits, k, logprobs)
+    return result
+
+
+def _top_tokens(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
+    values, tokens = logits.topk(k, dim=1)
+    values = values.float()
+    if logprobs:
+        values = values - logits.float().logsumexp(dim=1, keepdim=True)
+    return values, tokens
+
+
+def _top_tokens_cuda(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
+    if importlib.util.find_spec("triton") is None:
+        return _top_tokens(logits, k, logprobs)
+    from specops.ops import triton_round
+
+    return triton_round.top_tokens(logits, k, logprobs) if triton_round.can_rank(k) else _top_tokens(logits, k, logprobs)
+
+
+contracts.define(
+    "top_tokens",
+    contracts.TOP_TOKENS_SCHEMA,
+    contracts.fake_top_tokens,
+    {"CompositeExplicitAutograd": _top_tokens, "CUDA": _top_tokens_cuda},
+)

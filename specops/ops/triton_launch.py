@@ -162,7 +162,7 @@ def launch(
     launched_early = {"launch_pdl": True} if early else {}
     shared = {
         "BLOCK_B": next(size for size in SCHEDULE_SIZES if size >= min(batch, SCHEDULE_SIZES[-1])),
-        "MIN_BLOCKS": 1 if tiling.direct and tiling.hopper else tiling.min_blocks,
+        "MIN_BLOCKS": 1 if tiling.direct and (tiling.hopper or tiling.roles) else tiling.min_blocks,
         "DIRECT": tiling.direct,
         "OVERLAP": overlap,
     }
@@ -170,6 +170,7 @@ def launch(
     if tiling.roles:
         from specops.ops.triton_hopper_roles import launch_roles
 
+        assert q2 is not None
         launch_roles(
             programs,
             (q, q2, k_cache),

@@ -1,7 +1,7 @@
 """One draft-extend step under every way of running it: host time, latency, warm-up, graph memory, process start.
 
     python benchmarks/bench_step.py --json step.json
-    python benchmarks/bench_step.py --batch 1,8,32 --vocab 32000 --no-cold --seconds 60
+    python benchmarks/bench_step.py --quick --json step.json
 
 The draft has one layer over hidden 4096; every request has 4 rows and 512 keys. The ways:
 
@@ -10,10 +10,13 @@ The draft has one layer over hidden 4096; every request has 4 rows and 512 keys.
 * reduce-overhead, direct, direct view: the runner, staging and unpadding included; ``view`` hands over graph memory.
 * raw graph: the direct runner's own graph replayed over static inputs; what no runner can go below.
 
-``host`` is the time a call keeps the host busy, from many calls nobody waits for; ``latency`` a call that is waited
-for, median; ``back to back`` the time a call takes when the next one is already queued. Warm-up is a runner of 20 buckets;
-the time of one bucket is that of its first. ``--cold`` starts processes with an empty and with a filled compile cache.
-Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason.
+``latency`` is a call that is waited for, ``host`` the time a call keeps the host busy (from calls nobody waits for),
+``back to back`` the time of a call when the next one is already queued, each a median. Ways that are compared with the raw
+graph are timed in turn with it, call by call, so that a change of clocks meets all of them. ``before replay`` is the part of
+the host's time that a direct call spends before its graph is launched, which is what it adds to the latency besides copies.
+Warm-up is a runner of 20 buckets and more; the time of one bucket is that of its first. Graph memory is what the
+allocator has reserved more, device memory what the driver has given out. ``--cold`` starts processes with an empty and with
+a filled compile cache. Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from specops.batch import DraftExtendBatch
 from specops.compile import DraftExtendRunner, DraftExtendStep
@@ -42,8 +45,8 @@ from specops.models.eagle import EagleConfig, EagleHead
 
 PAGE = 16
 WIDTH = 4
-# Twenty sizes; a batch of one is compiled apart, since torch specialises a dimension of one.
-BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
+# Twenty sizes up to 32; a batch of one is compiled apart, since torch specialises a dimension of one.
+BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 48, 64, 96, 128, 192, 256)
 CHILD_SECONDS = 100
 
 
@@ -152,53 +155,92 @@ def measure(bench: Bench, vocab: int) -> None:
     batches = {size: make_batch(args, size) for size in args.batch}
     step = DraftExtendStep(draft, PAGE, WIDTH)
 
-    def timed(way: str, size: int, call: Callable[[], Any], result: Callable[[Any], Sequence[Tensor]] = tuple) -> None:
-        row = {"vocab": vocab, "batch": size, "way": way}
-        with bench.guard("rows", row), torch.no_grad():
-            bench.require(1)
-            # Batches share pages, so what is right is asked anew each time.
-            wanted = step(**batches[size].as_dict())
-            out = [tensor.clone() for tensor in result(call())]
-            figures = times(call, args)
-            errors = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(out, wanted, strict=True)]
-            figures["relative_error"] = round(max(errors), 5)
-            bench.add("rows", {**row, **figures})
+    def timed(
+        size: int, ways: dict[str, Callable[[], Any]], more: Callable[[str], dict[str, float]] = lambda way: {}
+    ) -> None:
+        """A row for each way; what can be compared is timed in turn."""
+        head = {"vocab": vocab, "batch": size}
+        working: dict[str, Callable[[], Any]] = {}
+        errors: dict[str, float] = {}
+        with torch.no_grad():
+            for way, call in ways.items():
+                with bench.guard("rows", {**head, "way": way}):
+                    bench.require(1)
+                    # Batches share pages, so what is right is asked anew each time.
+                    wanted = step(**batches[size].as_dict())
+                    out = [tensor.clone() for tensor in call()]
+                    apart = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(out, wanted, strict=True)]
+                    errors[way], working[way] = round(max(apart), 5), call
+            for way, figures in times(working, args).items():
+                row = {**head, "way": way, **figures, **more(way), "relative_error": errors[way]}
+                bench.add("rows", row)
 
     for size, batch in batches.items():
-        timed("eager", size, lambda batch=batch: step(**batch.as_dict()))
+        timed(size, {"eager": lambda batch=batch: step(**batch.as_dict())})
 
     runner: DraftExtendRunner | None = None
     sizes = (*(size for size in BUCKETS if size < largest), largest)
     common: dict[str, Any] = {"tokens_per_request": WIDTH, "max_requests": largest, "max_pages": pages_each(args)}
     with bench.guard("warm_up", {"vocab": vocab, "way": "direct"}):
-        bench.require(25)
+        bench.require(20)
         runner = DraftExtendRunner(draft, draft.caches, mode="direct", buckets=sizes, **common)
         bench.add("warm_up", {"vocab": vocab, "way": "direct", **warm_up(runner)})
-    if runner is not None:
-        inner = runner.runner
-        for size, batch in batches.items():
+    overhead: DraftExtendRunner | None = None
+    with bench.guard("warm_up", {"vocab": vocab, "way": "reduce-overhead"}):
+        bench.require(20)
+        overhead = DraftExtendRunner(draft, draft.caches, mode="reduce-overhead", buckets=args.batch, **common)
+        bench.add("warm_up", {"vocab": vocab, "way": "reduce-overhead", **warm_up(overhead)})
+    for size, batch in batches.items():
+        ways: dict[str, Callable[[], Any]] = {}
+        if runner is not None:
+            inner = runner.runner
             views = inner._bucket_views(size)
             with torch.no_grad():
                 inner._stage(views, batch.as_dict(), size, size)
-            timed("inductor", size, lambda views=views: inner._call_compiled(views))
+            timed(size, {"inductor": lambda views=views, inner=inner: inner._call_compiled(views)})
             if size in inner._graphs:
                 graph, outputs = inner._graphs[size]
-                timed("raw graph", size, lambda graph=graph, outputs=outputs: (graph.replay(), outputs)[1])
-            for outputs_as in ("copy", "view"):
-                inner.outputs = outputs_as
-                name = "direct" if outputs_as == "copy" else "direct view"
-                timed(name, size, lambda batch=batch: runner(batch))
-            inner.outputs = "copy"
-    with bench.guard("warm_up", {"vocab": vocab, "way": "reduce-overhead"}):
-        bench.require(25)
-        overhead = DraftExtendRunner(draft, draft.caches, mode="reduce-overhead", buckets=args.batch, **common)
-        bench.add("warm_up", {"vocab": vocab, "way": "reduce-overhead", **warm_up(overhead)})
-        for size, batch in batches.items():
-            timed("reduce-overhead", size, lambda batch=batch: overhead(batch))
+                ways["raw graph"] = lambda graph=graph, outputs=outputs: (graph.replay(), outputs)[1]
+            ways["direct"] = lambda batch=batch, runner=runner: runner(batch)
+            ways["direct view"] = lambda batch=batch, runner=runner: as_views(runner, batch)
+        if overhead is not None:
+            ways["reduce-overhead"] = lambda batch=batch, overhead=overhead: overhead(batch)
+        before = {} if runner is None else {"direct": lambda batch=batch, runner=runner: before_replay(runner, batch, args)}
+        timed(size, ways, lambda way, before=before: before[way]() if way in before else {})
+
+
+def as_views(runner: DraftExtendRunner, batch: DraftExtendBatch) -> Any:
+    runner.runner.outputs = "view"
+    out = runner(batch)
+    runner.runner.outputs = "copy"
+    return out
+
+
+def before_replay(runner: DraftExtendRunner, batch: DraftExtendBatch, args: argparse.Namespace) -> dict[str, float]:
+    """Host time from a call to the launch of its graph, and whether batches and outputs go by prepared launches."""
+    ready = runner.runner._ready.get(batch.seq_lens.shape[0])
+    if ready is None or ready.replay is None or ready.hand_over is None:
+        return {}
+    replay, begun, spans = ready.replay, 0.0, []
+
+    def timed_replay() -> None:
+        spans.append((time.perf_counter() - begun) * 1e6)
+        replay()
+
+    ready.replay = timed_replay
+    for _ in range(args.calls):
+        begun = time.perf_counter()
+        runner(batch)
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+    ready.replay = replay
+    prepared = (ready.stage.launch is not None) + (ready.hand_over.launch is not None)
+    return {"before_replay_us": round(statistics.median(spans), 1), "prepared_launches": prepared}
 
 
 def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
     """Time of the first bucket, which compiles, and of those behind it; memory of the graphs."""
+    free = device_free(runner)
     report = runner.warm_up().as_dict()
     by_size = sorted(report["buckets"], key=lambda bucket: -bucket["num_requests"])
     first, others = by_size[0], by_size[1:]
@@ -216,40 +258,62 @@ def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
         "captured": report["captured"],
         "not_captured": report["reason"],
         "graph_mib": round(sum(bucket["memory_bytes"] for bucket in by_size) / 2**20, 1),
+        "device_mib": round((free - device_free(runner)) / 2**20, 1),
         "mib_by_bucket": {bucket["num_requests"]: round(bucket["memory_bytes"] / 2**20, 1) for bucket in by_size},
+        "seconds_by_bucket": {bucket["num_requests"]: round(bucket["seconds"], 3) for bucket in by_size},
     }
 
 
-def times(call: Callable[[], Any], args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds of a call, see the module's docstring."""
+def device_free(runner: DraftExtendRunner) -> int:
+    """Bytes that the device has free when the allocator holds no more than it needs; 0 without CUDA."""
+    if runner.runner.device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def times(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Microseconds of a call of each way, timed in turn; see the module's docstring."""
     cuda = args.device == "cuda"
 
     def wait() -> None:
         if cuda:
             torch.cuda.synchronize()
 
-    for _ in range(3):
-        call()
-    wait()
-    latencies = []
-    for _ in range(args.calls):
-        begun = time.perf_counter()
-        call()
-        wait()
-        latencies.append((time.perf_counter() - begun) * 1e6)
-    hosts, backs = [], []
-    for _ in range(5):
-        begun = time.perf_counter()
-        # Few enough that the launch queue never fills up.
-        for _ in range(10):
+    latencies: dict[str, list[float]] = {way: [] for way in ways}
+    hosts: dict[str, list[float]] = {way: [] for way in ways}
+    backs: dict[str, list[float]] = {way: [] for way in ways}
+    for call in ways.values():
+        for _ in range(3):
             call()
-        hosts.append((time.perf_counter() - begun) * 1e5)
-        wait()
-        backs.append((time.perf_counter() - begun) * 1e5)
+    wait()
+    for _ in range(args.calls):
+        for way, call in ways.items():
+            # Once unwatched, so that each finds the caches as it left them.
+            call()
+            wait()
+            begun = time.perf_counter()
+            call()
+            wait()
+            latencies[way].append((time.perf_counter() - begun) * 1e6)
+    for _ in range(7):
+        for way, call in ways.items():
+            wait()
+            begun = time.perf_counter()
+            # Few enough that the launch queue never fills up.
+            for _ in range(20):
+                call()
+            hosts[way].append((time.perf_counter() - begun) * 5e4)
+            wait()
+            backs[way].append((time.perf_counter() - begun) * 5e4)
     return {
-        "latency_us": round(statistics.median(latencies), 1),
-        "host_us": round(statistics.median(hosts), 1),
-        "back_to_back_us": round(statistics.median(backs), 1),
+        way: {
+            "latency_us": round(statistics.median(latencies[way]), 1),
+            "host_us": round(statistics.median(hosts[way]), 1),
+            "back_to_back_us": round(statistics.median(backs[way]), 1),
+        }
+        for way in ways
     }
 
 
@@ -364,12 +428,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="auto")
     add("--calls", type=int, default=60, help="calls a latency is the median of")
     add("--cold", action=argparse.BooleanOptionalAction, default=True, help="time process starts")
-    add("--seconds", type=float, default=145.0)
+    add("--quick", action="store_true", help="vocabulary 32000, batches 1, 8 and 32, no process starts, 100 s at most")
+    add("--seconds", type=float, default=200.0)
     add("--json", type=Path)
     add("--child", action="store_true", help=argparse.SUPPRESS)
     add("--save-cache", help=argparse.SUPPRESS)
     add("--load-cache", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.quick:
+        args.vocab, args.cold, args.seconds = args.vocab.split(",")[0], False, min(args.seconds, 100.0)
+        args.batch = "1,8,32" if cuda else args.batch
     args.vocab = [int(part) for part in args.vocab.split(",")]
     args.batch = sorted({int(part) for part in args.batch.split(",")})
     return args

@@ -1,0 +1,255 @@
+"""What a call does before, at and behind a replay, counted; the graphs are pretended and run on the CPU.
+
+Run alone: pytest tests/compile/test_step_runner.py
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specops.batch import Field, FieldTable, draft_extend_fields
+from specops.compile import GraphLost, GraphLostError, StepRunner
+from specops.compile.compiled import argument_guards, own_code
+from specops.compile.draft_extend import _FIELDS
+from tests.compile.fakes import FakeGraph, capture
+
+TABLE = FieldTable(
+    (
+        Field("ids", "token", (), torch.int64, 3),
+        Field("lens", "request", (), torch.int32),
+        Field("x", "token", (2,), torch.float32),
+    ),
+    2,
+)
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, ids: Tensor, lens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.total += 1
+        return x.flatten(0, 1) * self.weight + ids.reshape(-1, 1), ids.sum(1) + lens
+
+
+def expected(batch: dict[str, Tensor], weight: Tensor) -> list[Tensor]:
+    count = len(batch["lens"])
+    return [batch["x"].reshape(2 * count, 2) * weight + batch["ids"].reshape(-1, 1), batch["ids"].sum(1) + batch["lens"]]
+
+
+def batch_of(count: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(9, (count, 2), generator=generator),
+        "lens": torch.randint(9, (count,), generator=generator).to(torch.int32),
+        "x": torch.randn(count, 2, 2, generator=generator),
+    }
+
+
+def runner_of(**options: Any) -> tuple[StepRunner, dict[int, FakeGraph]]:
+    options = {"max_requests": 4, "buckets": [1, 2, 4], "mode": "direct", "compiler": "eager", **options}
+    runner = StepRunner(Step(), TABLE, device="cpu", **options)
+    runner.warm_up()
+    return runner, capture(runner)
+
+
+def test_every_call_replays_the_graph_of_its_bucket_once() -> None:
+    runner, graphs = runner_of()
+    for graph in graphs.values():
+        graph.replays = 0
+    for seed, count in enumerate([3, 1, 4, 2, 3, 3, 1]):
+        batch = batch_of(count, seed)
+        assert all(torch.equal(a, b) for a, b in zip(runner(batch), expected(batch, torch.ones(2)), strict=True))
+    assert {size: graph.replays for size, graph in graphs.items()} == {1: 2, 2: 1, 4: 4}
+    assert {b.num_requests: b.replays for b in runner.explain().buckets} == {1: 2, 2: 1, 4: 4}
+
+
+def test_f15_a_smaller_batch_leaves_nothing_of_a_larger_one() -> None:
+    runner, graphs = runner_of()
+    runner(batch_of(4))
+    runner(batch_of(3))
+    views = graphs[4].views
+    assert views["ids"][3].tolist() == [3, 3]
+    assert views["lens"][3].item() == 0
+    assert views["x"][3].tolist() == [[0, 0], [0, 0]]
+
+
+def test_fields_may_come_in_any_order_and_flat() -> None:
+    runner, _ = runner_of()
+    batch = batch_of(3)
+    flat = {"x": batch["x"].flatten(0, 1), "lens": batch["lens"], "ids": batch["ids"].reshape(-1)}
+    for given in (batch, flat, dict(reversed(batch.items()))):
+        assert torch.equal(runner(given)[0], expected(batch, torch.ones(2))[0])
+    assert torch.equal(runner.run([batch[name] for name in TABLE.names])[1], expected(batch, torch.ones(2))[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(3, 2, 3)}, ValueError, r"x must be \[B, 2, 2\]"),
+        ({"x": torch.zeros(3, 2, 2, dtype=torch.float64)}, TypeError, "x must be torch.float32"),
+        ({"lens": torch.zeros(2, dtype=torch.int32)}, ValueError, "disagree"),
+        ({"lens": torch.zeros(3, dtype=torch.int32, device="meta")}, ValueError, "lens is on meta"),
+        ({"more": torch.zeros(3)}, ValueError, r"unknown \['more'\]"),
+        ({"lens": None, "other": torch.zeros(3)}, ValueError, r"lacks \['lens'\] and has unknown \['other'\]"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused_after_one_that_was_right(
+    change: dict[str, Tensor | None], error: type[Exception], message: str
+) -> None:
+    runner, graphs = runner_of()
+    runner(batch_of(3))
+    done = graphs[4].replays
+    wrong = {name: tensor for name, tensor in {**batch_of(3), **change}.items() if tensor is not None}
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            runner(wrong)
+    assert graphs[4].replays == done
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_f26_no_graph_is_replayed_after_a_move(strict: bool) -> None:
+    runner, graphs = runner_of(strict=strict)
+    runner(batch_of(2))
+    done = [graph.replays for graph in graphs.values()]
+    runner.step.weight = nn.Parameter(torch.full((2,), 5.0), requires_grad=False)
+    # The new record can't be a graph here.
+    runner._uses_graphs = False
+    batch = batch_of(2, 5)
+    if strict:
+        with pytest.raises(GraphLostError, match="weight has moved since capture"):
+            runner(batch)
+    else:
+        with pytest.warns(GraphLost, match="weight has moved since capture; recording again"):
+            out = runner(batch)
+        assert torch.equal(out[0], expected(batch, torch.full((2,), 5.0))[0])
+    assert [graph.replays for graph in graphs.values()] == done
+
+
+def test_f28_outputs_are_fresh_and_views_are_not() -> None:
+    runner, graphs = runner_of()
+    first = runner(batch_of(2))
+    kept = [output.clone() for output in first]
+    runner(batch_of(2, 1))
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+    runner.outputs = "view"
+    views = runner(batch_of(1, 2))
+    assert [view.data_ptr() for view in views] == [output.data_ptr() for output in graphs[1].outputs]
+
+
+def test_a_batch_vouched_for_is_not_staged_again() -> None:
+    runner, graphs = runner_of()
+    first, second = batch_of(2, 1), batch_of(2, 2)
+    runner(first)
+    assert torch.equal(runner(second, unchanged=True)[1], expected(first, torch.ones(2))[1]), "it was vouched for"
+    graphs[2].views["ids"].fill_(99)
+    runner(batch_of(1))
+    assert torch.equal(runner(second, unchanged=True)[1], expected(second, torch.ones(2))[1]), "another stood in between"
+
+
+def test_the_replay_comes_before_outputs_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows the launch runs beside the device; what precedes it does not."""
+    runner, _ = runner_of()
+    batch = batch_of(2)
+    runner(batch)
+    order: list[str] = []
+    ready = runner._ready[2]
+    for name in ("stage", "replay", "hand_over"):
+        call = getattr(ready, name)
+        monkeypatch.setattr(ready, name, lambda *args, name=name, call=call: (order.append(name), call(*args))[1])
+    moved = runner._statics.moved
+    monkeypatch.setattr(runner._statics, "moved", lambda: (order.append("moved"), moved())[1])
+    runner(batch)
+    assert order == ["stage", "moved", "replay", "hand_over"]
+
+
+def test_python_functions_before_a_replay_are_few_whatever_the_number_of_fields_and_weights() -> None:
+    def calls(fields: int, layers: int) -> int:
+        class Wide(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)).requires_grad_(False)
+
+            def forward(self, **views: Tensor) -> tuple[Tensor]:
+                return (sum(views.values()),)
+
+        table = FieldTable(tuple(Field(f"f{i}", "request", (), torch.float32) for i in range(fields)), 1)
+        runner = StepRunner(Wide(), table, device="cpu", max_requests=2, mode="direct", compiler="eager")
+        runner.warm_up()
+        capture(runner)
+        batch = [torch.ones(2) for _ in range(fields)]
+        runner.run(batch)
+        # As a prepared launch does: without Python.
+        runner._ready[2].stage.launch = lambda addresses, stream: True  # type: ignore[assignment]
+        count, counts = 0, []
+
+        def replay() -> None:
+            counts.append(count)
+
+        runner._ready[2].replay = replay
+
+        def profile(frame: object, event: str, arg: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            runner.run(batch)
+        finally:
+            sys.setprofile(None)
+        return counts[0]
+
+    from specops.compile import ready
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ready, "raw_stream", lambda index: 0)
+        few = calls(2, 1)
+        assert calls(8, 60) == few
+        assert few <= 12
+
+
+def test_the_order_of_a_draft_extend_batchs_fields_is_the_tables() -> None:
+    table = draft_extend_fields(2, 8, 4, torch.float32)
+    named = type("Batch", (), {name: name for name in table.names})
+    assert _FIELDS(named) == table.names
+
+
+def test_argument_guards_tell_batches_apart_and_leave_the_rest() -> None:
+    """A batch of one and any larger batch are two graphs; a changed module goes unseen, as it does by a captured graph."""
+    step = Step()
+    counts: list[tuple[int, int]] = []
+
+    def keep(entries: Any) -> list[bool]:
+        kept = argument_guards(entries)
+        counts.append((len(kept), sum(kept)))
+        return kept
+
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    compiled = torch.compile(own_code(step), backend="eager", fullgraph=True, options={"guard_filter_fn": keep})
+    for seed, count in enumerate([4, 1, 3, 2, 1, 4]):
+        batch = batch_of(count, seed)
+        views = {name: tensor.clone() for name, tensor in batch.items()}
+        for view in views.values():
+            if count > 1:
+                torch._dynamo.mark_dynamic(view, 0)
+        with torch.no_grad():
+            out = compiled(**views)
+        assert all(torch.equal(a, b) for a, b in zip(out, expected(batch, torch.ones(2)), strict=True))
+    assert counters["stats"]["unique_graphs"] - before == 2
+    assert all(3 <= kept <= 6 < given for given, kept in counts), counts
+
+
+def test_guards_stay_where_those_of_arguments_are_not_found() -> None:
+    class Entry:
+        guard_type, name = "TENSOR_MATCH", "L['other']"
+
+    assert argument_guards([Entry(), Entry()]) == [True, True]

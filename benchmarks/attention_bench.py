@@ -42,11 +42,13 @@ def run(
     ours: Callable[[Inputs, Tensor, str], Tensor],
     *,
     mla: bool,
+    notes: Callable[[dict[str, Any]], list[str]] = lambda report: [],
 ) -> None:
     """Measure ``rows`` and print the table.
 
     Args:
         ours: our call on inputs and one page table, by backend name.
+        notes: lines to print below the table, from the report.
     """
     began = time.monotonic()
     rows = [row for row in rows if not args.rows or row.name in args.rows]
@@ -83,7 +85,7 @@ def run(
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
         plot(report, args.plot)
-    print("\n".join(table(report, names, mla)))
+    print("\n".join([*table(report, names, mla), *notes(report)]))
 
 
 def _reference(inputs: Inputs, mla: bool) -> Tensor:

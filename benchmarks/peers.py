@@ -29,8 +29,8 @@ class Skip(Exception):
 def flashinfer_mha(inputs: Inputs, *, backend: str) -> list[Call]:
     """``BatchPrefillWithPagedKVCacheWrapper``, planned once a KV set outside the graph."""
     row = inputs.row
-    if row.tree or row.sinks:
-        raise Skip("tree masks and sinks are other builds of the kernel, half a minute each")
+    if row.tree or row.sinks or row.head_dim != 128:
+        raise Skip("tree masks, sinks and other head dims are other builds of the kernel, half a minute each")
     prefill = _flashinfer("flashinfer.prefill")
     calls: list[Call] = []
     for table in inputs.page_tables:
@@ -79,6 +79,8 @@ def xqa(inputs: Inputs) -> list[Call]:
     _flashinfer("flashinfer.decode")
     if torch.cuda.get_device_capability()[0] == 10:
         raise Skip("XQA is the decode kernel of 9.0 and 12.x")
+    if inputs.row.head_dim != 128:
+        raise Skip("other head dims are other builds of the kernel, half a minute each")
     row, layout, options = inputs.row, inputs.layout, inputs.options
     calls: list[Call] = []
     for table in inputs.page_tables:

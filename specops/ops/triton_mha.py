@@ -27,6 +27,10 @@ DIRECT_REQUESTS = 1
 #   128x8x8192 - / 999.8 / 1008 / 1025.
 PROGRAMS_PER_SM = 2
 SMALL_TILE_UNITS_PER_SM, SMALL_TILE_PROGRAMS_PER_SM = 4, 8
+# Keys and values worth a program of their own: fewer are read in the time that another partial result takes to merge.
+PROGRAM_BYTES = 64 << 10
+# Partial results of one unit that its last program merges; the second kernel is for more.
+INLINE_MERGE_BYTES = 128 << 10
 
 
 def choose_tiling(
@@ -39,6 +43,7 @@ def choose_tiling(
     *,
     batch: int = 2,
     units_per_sm: float = 1.0,
+    table_keys: int = 4096,
     tree: bool = False,
 ) -> Tiling:
     """Sizes of a launch.
@@ -50,6 +55,7 @@ def choose_tiling(
         split: for the split kernel, else for the tile kernel.
         batch: requests.
         units_per_sm: requests times KV heads, for each multiprocessor.
+        table_keys: keys that a row of the page table has room for: all that is known of the lengths here.
         tree: whether there is a tree mask.
     """
     width = max(head_dim, next_power_of_2(value_dim))
@@ -60,16 +66,21 @@ def choose_tiling(
         return Tiling(PREFILL_ROWS, 64 if width <= 128 else 32, 8, 3, 1)
     block_m = min(max(next_power_of_2(rows), 16), MAX_SPLIT_ROWS)
     if width > 128:
-        return Tiling(block_m, 32, 4, 3, 2)
+        return Tiling(block_m, 32, 4, 3, 2, early=True, even=True)
+    block_n = 64
+    least = max(PROGRAM_BYTES // (block_n * (head_dim + value_dim) * kv_dtype.itemsize), 1)
     # Scores with the keys along the matrix instructions' long side: up to 2% faster, and 4% slower under a tree mask.
     swap = not tree and kv_dtype == dtype
     if batch <= DIRECT_REQUESTS and rows <= MAX_SPLIT_ROWS:
         # H200, 2026-11-29, 4 rows, us: 4096 keys 10.6, 32768 keys 40.0; with swapped scores 10.7 and 42.4.
-        return Tiling(block_m, 64, 4, 3, 2, inline_merge=False, direct=True)
+        splits = min(-(-table_keys // (block_n * least)), int(PROGRAMS_PER_SM / units_per_sm))
+        if splits * block_m * value_dim * 4 <= INLINE_MERGE_BYTES:
+            return Tiling(block_m, block_n, 4, 3, 2, min_blocks=least, direct=True, early=True)
+        return Tiling(block_m, block_n, 4, 3, 2, inline_merge=False, direct=True, early=True)
     programs = PROGRAMS_PER_SM
     if block_m == 16 and units_per_sm >= SMALL_TILE_UNITS_PER_SM:
         programs = SMALL_TILE_PROGRAMS_PER_SM
-    return Tiling(block_m, 64, 4, 3, programs, swap=swap)
+    return Tiling(block_m, block_n, 4, 3, programs, swap=swap, min_blocks=least, early=True, even=True)
 
 
 def mha(
@@ -113,6 +124,7 @@ def mha(
             split,
             batch=batch,
             units_per_sm=batch * num_kv_heads / num_sms(q.device),
+            table_keys=page_table.shape[1] * k_cache.shape[1],
             tree=tree_mask is not None,
         )
     first = first_part(head_dim)

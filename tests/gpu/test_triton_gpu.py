@@ -1,8 +1,10 @@
 """What only a GPU can show of the Triton kernels: graphs, streams, real sizes, addresses beyond 2^31.
 
-    python -m pytest -q -m gpu tests/gpu/test_triton_gpu.py
+    python -m pytest -q -m gpu -n 12 --dist worksteal tests/gpu/test_triton_gpu.py
 
-The shape and feature grid of ``tests/ops/test_triton_*.py`` runs compiled where there is a GPU; run it there too.
+Most of the time is compiling, a few seconds a kernel, so tests of one kernel with other data stand in one test, and workers
+share the rest. The shape and feature grid of ``tests/ops/test_triton_*.py`` runs compiled where there is a GPU; run it there
+too.
 """
 
 from __future__ import annotations
@@ -24,21 +26,75 @@ from specops.testing import assert_close_to_oracle, make_mha_case, make_mla_case
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("inline_merge", [True, False])
-@pytest.mark.parametrize("query_len", [4, 8])
-def test_bf16_of_serving_size(query_len, inline_merge) -> None:
-    tiling = Tiling(4 * query_len, 64, 4, 3, 2, inline_merge=inline_merge)
-    case = make_mha_case(
-        seq_lens=(4096, 700, 64, 8, 0, 1300),
-        query_lens=query_len,
-        page_size=64,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        device="cuda",
-    )
-    assert_close_to_oracle(mha(*case.args(), **case.kwargs(), tiling=tiling, split=True), case.oracle())
+# Ways of splitting and merging, each a kernel of its own. None is what a call of this shape takes.
+WAYS = {
+    "chosen": None,
+    "scheduled": Tiling(16, 64, 4, 3, 2),
+    "scheduled, second kernel": Tiling(16, 64, 4, 3, 2, inline_merge=False, early=True),
+    "even": Tiling(16, 64, 4, 3, 2, even=True, early=True, min_blocks=2, swap=True),
+    "even, second kernel": Tiling(16, 64, 4, 3, 2, even=True, inline_merge=False),
+    "even, wide blocks": Tiling(16, 128, 8, 3, 2, even=True, early=True, swap=True),
+    "direct": Tiling(16, 64, 4, 3, 2, direct=True, min_blocks=2, early=True),
+    "direct, second kernel": Tiling(16, 64, 4, 3, 2, direct=True, inline_merge=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bf16_of_serving_size(way) -> None:
+    """Ragged lengths, then equal ones, which a schedule may cut alike."""
+    for seq_lens in ((4096, 700, 64, 8, 0, 1300), (1300,) * 6, (1300, 1250) * 16):
+        case = make_mha_case(
+            seq_lens=seq_lens,
+            query_lens=4,
+            page_size=64,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+        for _ in range(2):
+            assert_close_to_oracle(mha(*case.args(), **case.kwargs(), tiling=WAYS[way], split=True), case.oracle())
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"query_lens": 8},
+        {"window": 1000},
+        {"query_lens": 6, "tree_width": 6, "sinks": True},
+        {"query_lens": 6, "tree_width": 70, "window": 100},
+        {"softcap": 30.0, "page_size": 16},
+        {"fp8": True},
+        {"head_dim": 80},
+        {"head_dim": 192, "value_dim": 128},
+        {"query_lens": [1, 6, 0, 3, 30, 2], "slack": 2},
+        {"query_lens": 40},
+    ],
+)
+def test_features_of_serving_size(features) -> None:
+    case = {"page_size": 64, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "query_lens": 4, **features}
+    for seq_lens in ((4096, 700, 64, 8, 0, 1300), (1300,) * 6):
+        made = make_mha_case(seq_lens=seq_lens, dtype=torch.bfloat16, device="cuda", **case)
+        assert_close_to_oracle(mha(*made.args(), **made.kwargs()), made.oracle())
+
+
+@pytest.mark.parametrize(("batch", "query_len"), [(1, 1), (1, 16), (32, 4)])
+def test_short_lengths_under_a_wide_page_table(batch, query_len) -> None:
+    """A small model's decode and verify: one launch, whatever the lengths turn out to be."""
+    for length in (256, 40, 2000, 17):
+        made = make_mha_case(
+            seq_lens=[length] * batch,
+            query_lens=query_len,
+            page_size=16,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            table_columns=128,
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+        assert_close_to_oracle(mha(*made.args(), **made.kwargs()), made.oracle())
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])
@@ -58,42 +114,38 @@ def test_mla_bf16_of_serving_size(num_heads) -> None:
 HOPPER = Tiling(64, 64, 8, 2, 1, inline_merge=False, hopper=True)
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(
-    "features",
+    ("features", "direct", "early"),
     [
-        {"num_heads": 16, "query_lens": 4, "dtype": torch.bfloat16},
-        {"num_heads": 128, "query_lens": 3, "dtype": torch.float16},
-        {"num_heads": 7, "query_lens": 5, "page_size": 16},
-        {"num_heads": 16, "query_lens": 2, "page_size": 1},
-        {"num_heads": 16, "query_lens": 2, "page_size": 48, "sinks": True},
-        {"num_heads": 16, "query_lens": 2, "page_size": 128},
-        {"num_heads": 24, "query_lens": [1, 6, 0, 3, 30], "slack": 2},
-        {"num_heads": 16, "query_lens": 6, "tree_width": 6},
-        {"num_heads": 16, "query_lens": 6, "tree_width": 40, "sinks": True},
-        {"num_heads": 16, "query_lens": 4, "strided_q": True},
+        ({"num_heads": 16, "query_lens": 4, "dtype": torch.bfloat16}, True, True),
+        ({"num_heads": 16, "query_lens": 4, "dtype": torch.bfloat16}, False, False),
+        ({"num_heads": 128, "query_lens": 3, "dtype": torch.float16}, True, False),
+        ({"num_heads": 7, "query_lens": 5, "page_size": 16}, False, True),
+        ({"num_heads": 16, "query_lens": 2, "page_size": 1}, True, True),
+        ({"num_heads": 16, "query_lens": 2, "page_size": 48, "sinks": True}, False, False),
+        ({"num_heads": 16, "query_lens": 2, "page_size": 128}, True, False),
+        ({"num_heads": 24, "query_lens": [1, 6, 0, 3, 30], "slack": 2}, False, True),
+        ({"num_heads": 16, "query_lens": 6, "tree_width": 6}, False, True),
+        ({"num_heads": 16, "query_lens": 6, "tree_width": 40, "sinks": True}, True, True),
+        ({"num_heads": 16, "query_lens": 4, "strided_q": True}, False, True),
     ],
 )
-def test_the_hopper_kernel_of_mla(features, direct) -> None:
+def test_the_hopper_kernel_of_mla(features, direct, early) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for compute capability 9.0")
     case = {"latent_dim": 512, "rope_dim": 64, "page_size": 64, "dtype": torch.float16, "device": "cuda", **features}
     made = make_mla_case(seq_lens=(2100, 64, 40, 65, 333), **case)
-    tiling = replace(HOPPER, direct=direct, programs_per_sm=2)
-    for early in (False, True):
-        out = mla(*made.args(), **made.kwargs(), tiling=replace(tiling, early=early), split=True)
-        assert_close_to_oracle(out, made.oracle())
+    tiling = replace(HOPPER, direct=direct, early=early, programs_per_sm=2)
+    assert_close_to_oracle(mla(*made.args(), **made.kwargs(), tiling=tiling, split=True), made.oracle())
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(
-    "features",
+    ("features", "direct"),
     [
-        {"query_lens": 4},
-        {"query_lens": [1, 6, 0, 3, 30]},
-        {"query_lens": 4, "page_size": 16, "table_columns": 20},
-        {"query_lens": 6, "tree_width": 6},
-        {"query_lens": 6, "tree_width": 40, "sinks": True},
+        ({"query_lens": 4}, True),
+        ({"query_lens": [1, 6, 0, 3, 30]}, False),
+        ({"query_lens": 4, "page_size": 16, "table_columns": 20}, False),
+        ({"query_lens": 6, "tree_width": 40, "sinks": True}, True),
     ],
 )
 def test_the_hopper_kernel_reads_nothing_behind_the_page_table(features, direct) -> None:
@@ -126,14 +178,14 @@ def test_mla_takes_the_hopper_kernel_where_it_can(monkeypatch) -> None:
     assert taken == [True, False, False, False, True]
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("direct", [True, False])
-def test_launches_that_overlap_keep_their_order(direct, early) -> None:
+@pytest.mark.parametrize("seq_lens", [(3000,), (1500, 1500)])
+@pytest.mark.parametrize("way", ["scheduled, second kernel", "even", "direct", "direct, second kernel"])
+def test_launches_that_overlap_keep_their_order(way, seq_lens) -> None:
     """Many calls in one graph, each on the output of the one before: nothing is read before it is written."""
     made = make_mha_case(
-        seq_lens=(3000,), query_lens=4, page_size=64, num_heads=8, head_dim=128, dtype=torch.float16, device="cuda"
+        seq_lens=seq_lens, query_lens=4, page_size=64, num_heads=8, head_dim=128, dtype=torch.float16, device="cuda"
     )
-    tiling = Tiling(16, 64, 4, 3, 2, inline_merge=False, direct=direct, early=early)
+    tiling = replace(WAYS[way], early=True)
 
     def chain(q):
         for _ in range(20):
@@ -154,6 +206,60 @@ def test_launches_that_overlap_keep_their_order(direct, early) -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, made_one_by_one)
+
+
+@pytest.mark.parametrize("way", ["even", "direct"])
+def test_calls_one_after_another_without_anything_between(way) -> None:
+    """Launches that overlap share counters and, in a graph's pool, memory: every result is right all the same."""
+    cases = [
+        make_mha_case(seq_lens=(900 + seed,) * 3, query_lens=4, page_size=64, dtype=torch.float16, device="cuda", seed=seed)
+        for seed in range(3)
+    ]
+
+    def call(case) -> torch.Tensor:
+        return mha(*case.args(), **case.kwargs(), tiling=replace(WAYS[way], early=True), split=True)
+
+    eager = [call(case) for _ in range(10) for case in cases]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [call(case) for _ in range(10) for case in cases]
+    for _ in range(5):
+        graph.replay()
+    wanted = [case.oracle() for case in cases]
+    for index, out in enumerate(eager + outs):
+        assert_close_to_oracle(out, wanted[index % len(cases)])
+
+
+@pytest.mark.parametrize("way", ["even", "direct, second kernel"])
+def test_an_early_launch_behind_a_copy_and_behind_two_streams(way) -> None:
+    """What a call waits for may be no kernel, or more than one: it is captured and replayed in order all the same."""
+    case = make_mha_case(seq_lens=(900, 900), query_lens=4, page_size=64, dtype=torch.float16, device="cuda")
+    q, lens = torch.zeros_like(case.tensors["q"]), torch.zeros_like(case.tensors["seq_lens"])
+    tiling, side = replace(WAYS[way], early=True), torch.cuda.Stream()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        lens.copy_(case.tensors["seq_lens"])
+        q.copy_(case.tensors["q"])
+        first = mha(q, *case.args()[1:4], lens, **case.kwargs(), tiling=tiling, split=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            lens.zero_()
+            lens.add_(case.tensors["seq_lens"])
+        q.zero_()
+        q.add_(case.tensors["q"])
+        torch.cuda.current_stream().wait_stream(side)
+        return first, mha(q, *case.args()[1:4], lens, **case.kwargs(), tiling=tiling, split=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+    for _ in range(20):
+        q.fill_(float("nan"))
+        lens.zero_()
+        graph.replay()
+        for out in outs:
+            assert_close_to_oracle(out, case.oracle())
 
 
 def test_a_replay_follows_lengths_down_and_up() -> None:

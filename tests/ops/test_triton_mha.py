@@ -18,10 +18,13 @@ if not torch.cuda.is_available():
 from dataclasses import replace
 
 import pytest
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton import language as tl
 
-from specops.ops.triton_common import Tiling
+from specops.ops import triton_launch
+from specops.ops.triton_common import Tiling, even_cut
 from specops.ops.triton_mha import choose_tiling, first_part, mha
 from specops.testing import assert_close_to_oracle, make_mha_case
 
@@ -131,6 +134,51 @@ def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap, programs
 def test_blocks_taken_in_turn(features, inline_merge) -> None:
     tiling = Tiling(16, 16, 4, 2, 4, direct=True, inline_merge=inline_merge)
     check(tiling, True, query_lens=6, seq_lens=(200, 7, 0), num_heads=8, num_kv_heads=2, sinks=True, **features)
+
+
+@pytest.mark.parametrize("inline_merge", [True, False])
+@pytest.mark.parametrize("seq_lens", [(64, 64, 64), (64, 50, 33), (200, 3, 17, 40, 1), (0, 64, 0)])
+def test_units_cut_alike_or_by_the_schedule(seq_lens, inline_merge) -> None:
+    """More units than programs, more programs than units, and lengths that only the schedule can even out."""
+    for programs, least in ((1, 1), (5, 2)):
+        tiling = Tiling(16, 16, 4, 2, programs, even=True, min_blocks=least, inline_merge=inline_merge)
+        case = {"query_lens": 2, "page_size": 16, "num_heads": 8, "num_kv_heads": 2, "sinks": True, "dtype": torch.float16}
+        check(tiling, True, seq_lens=seq_lens, **case)
+
+
+@triton.jit
+def even_cut_kernel(costs, out, units, units_of_request, programs, REQUESTS: tl.constexpr, LEAST: tl.constexpr):
+    even, part = even_cut(tl.load(costs + tl.arange(0, REQUESTS)), units, units_of_request, programs, LEAST)
+    tl.store(out, even.to(tl.int32))
+    tl.store(out + 1, part)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "heads", "programs", "least", "even", "part"),
+    [
+        ([64] * 32, 8, 264, 1, True, 64),  # a unit a program, 63 blocks by the schedule
+        ([64] * 8, 8, 264, 1, True, 16),  # four parts a unit
+        ([32] * 128, 8, 264, 1, True, 32),  # four units a program
+        ([4] * 32, 3, 264, 4, True, 4),  # too short to cut
+        ([9] * 16, 8, 264, 1, True, 5),  # two parts of 5 and 4
+        ([64] * 64, 8, 396, 1, False, 64),  # two rounds of 64 where the schedule takes 83
+        ([512, *[8] * 31], 8, 264, 1, False, 512),
+        ([64, 1] * 16, 8, 264, 1, False, 64),
+    ],
+)
+def test_units_are_cut_alike_where_that_costs_no_more_than_an_eighth(blocks, heads, programs, least, even, part) -> None:
+    costs = torch.tensor(blocks, dtype=torch.int32, device=DEVICE) * heads
+    out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    even_cut_kernel[(1,)](costs, out, len(blocks) * heads, heads, programs, REQUESTS=len(blocks), LEAST=least)
+    assert out.tolist() == [int(even), part]
+
+
+@pytest.mark.parametrize(("batch", "query_len"), [(1, 1), (1, 16), (5, 4)])
+def test_a_short_call_under_a_wide_page_table_is_one_launch(batch, query_len, monkeypatch) -> None:
+    monkeypatch.setattr(triton_launch, "merge_kernel", None)
+    case = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "page_size": 16, "table_columns": 128}
+    for length in (256, 17, 700):
+        check(seq_lens=[length] * batch, query_lens=query_len, dtype=torch.float16, **case)
 
 
 def test_more_row_tiles_than_one() -> None:

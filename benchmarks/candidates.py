@@ -22,9 +22,11 @@ from typing import Any
 
 sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 
+import torch  # noqa: E402
 from common import MHA_ROWS, SMALL_ROWS, Row  # noqa: E402
 
 from specops.ops.triton_common import Tiling, next_power_of_2  # noqa: E402
+from specops.ops.triton_mha import choose_tiling  # noqa: E402
 
 # ||out - ref|| / ||ref|| of an output vector; bf16 inputs give up to 5e-3.
 GOOD_ERROR = 3e-2
@@ -37,8 +39,9 @@ Job = tuple[Row, Tiling]
 
 
 def mha_jobs() -> list[Job]:
-    """Every row of the MHA table and the small ones, each with its candidates."""
-    return [(row, tiling) for row in (*MHA_ROWS, *SMALL_ROWS) for tiling in mha_candidates(row)]
+    """Every row of the MHA table and the small ones, each with its candidates; features last."""
+    rows = [*MHA_ROWS[:7], *SMALL_ROWS, *MHA_ROWS[7:]]
+    return [(row, tiling) for row in rows for tiling in mha_candidates(row)]
 
 
 def mha_candidates(row: Row) -> list[Tiling]:
@@ -54,13 +57,14 @@ def mha_candidates(row: Row) -> list[Tiling]:
         direct = replace(plain, direct=True, early=True)
         found = [swapped, replace(swapped, even=True), replace(direct, inline_merge=False), direct]
         found += [replace(direct, swap=True, inline_merge=False), replace(direct, num_stages=4, inline_merge=False)]
-        found += [replace(plain, even=True, early=True, inline_merge=False)]
         found += _even(plain, ((64, 4, 3, 2), (64, 4, 4, 2), (64, 4, 3, 1), (64, 4, 3, 3), (128, 8, 2, 1)))
         found += _even(swapped, ((64, 4, 3, 2), (128, 8, 3, 2), (128, 8, 3, 1)))
+        found += _even(replace(plain, max_registers=168), [(64, 4, 3, 3)])
     elif row.name in ("window", "window_control", "ragged", "tree", "sinks"):
-        found = [plain, swapped, replace(plain, early=True), replace(swapped, early=True)]
-        found += [replace(plain, early=True, even=True), replace(swapped, early=True, even=True)]
-        found += [replace(plain, early=True, programs_per_sm=3), replace(plain, early=True, min_blocks=4)]
+        found = [plain if row.tree else swapped, *_even(plain, [(64, 4, 3, 2)]), *_even(swapped, [(64, 4, 3, 2)])]
+        if row.name in ("ragged", "window_control"):
+            found += [*_even(replace(plain, max_registers=168), [(64, 4, 3, 3)]), *_even(plain, [(64, 4, 3, 4)])]
+            found += [replace(swapped, early=True, min_blocks=4)]
     elif m == 16:
         programs = (2, 3, 4, 8) if row.batch > 32 else (2, 3)
         found = [swapped, replace(swapped, even=True), replace(swapped, early=True), replace(plain, early=True, direct=True)]
@@ -68,21 +72,38 @@ def mha_candidates(row: Row) -> list[Tiling]:
         found += _even(plain, [(64, 4, 3, p) for p in programs])
         found += _even(swapped, [(64, 4, 3, p) for p in (programs[0], programs[-1])])
         found += _even(plain, ((64, 4, 4, 2), (64, 4, 3, 1), (128, 8, 2, 2), (128, 8, 3, 1), (128, 4, 2, 2)))
-        found += _even(plain, ((32, 4, 4, 2), (32, 4, 6, 2), (32, 2, 4, 4), (64, 8, 3, 2)))
+        found += _even(plain, ((32, 4, 4, 2), (32, 4, 6, 3), (64, 8, 3, 2)))
         found += _even(swapped, ((128, 8, 3, 1), (128, 8, 3, 2), (128, 8, 2, 2)))
         found += _even(replace(plain, max_registers=128), [(64, 4, 3, programs[-1]), (64, 4, 2, programs[-1])])
+        found += _even(replace(plain, max_registers=168), [(64, 4, 3, p) for p in programs])
     else:
         found = [swapped, replace(swapped, even=True), replace(plain, early=True)]
         found += _even(plain, [(64, 4, 3, 2), (64, 4, 3, 4), (64, 4, 3, 8), (64, 4, 3, 1)])
         found += _even(swapped, [(64, 4, 3, 2), (64, 4, 3, 4), (64, 4, 2, 2)])
         found += _even(plain, [(64, 4, 2, 2), (64, 4, 4, 2), (64, 8, 3, 2), (64, 8, 3, 4), (32, 4, 4, 2), (32, 4, 4, 4)])
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, chosen(row)]))
+
+
+def chosen(row: Row) -> Tiling:
+    """What a call of ``row`` takes today."""
+    rows, half = row.query_len * row.num_heads // row.num_kv_heads, torch.bfloat16
+    return choose_tiling(
+        rows,
+        half,
+        half,
+        row.head_dim,
+        row.head_dim,
+        True,
+        batch=row.batch,
+        units_per_sm=row.batch * row.num_kv_heads / 132,
+        table_keys=max(*row.lens, row.table_keys),
+        tree=row.tree,
+    )
 
 
 def _even(base: Tiling, sizes: Any) -> list[Tiling]:
-    return [
-        replace(base, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p, even=True, early=True) for n, w, s, p in sizes
-    ]
+    base = replace(base, even=True, early=True, min_blocks=2)
+    return [replace(base, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p) for n, w, s, p in sizes]
 
 
 def _single(base: Tiling) -> list[Tiling]:
@@ -174,7 +195,6 @@ def _next(lines: queue.Queue[str], patience: float) -> str:
 def measure(jobs: list[Job], first: int, seconds: float) -> None:
     """In the worker: one JSON line for each job from ``first`` on, without the names that the parent adds."""
     import common
-    import torch
 
     until = time.monotonic() + seconds
     inputs, reference = None, None
@@ -199,7 +219,6 @@ def measure(jobs: list[Job], first: int, seconds: float) -> None:
 
 def _measured(inputs: Any, reference: Any, tiling: Tiling) -> dict[str, Any]:
     import common
-    import torch
     from tune_triton import real_call
 
     from specops.ops.triton_common import release_counters

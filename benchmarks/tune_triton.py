@@ -318,11 +318,12 @@ def listed(args: argparse.Namespace, began: float) -> None:
     jobs = [job for job in jobs if not isinstance(reports[specialised(calls[job], exact=not job[1].inline_merge)], str)]
     lines = candidates.run(jobs, args.seconds - (time.monotonic() - began), short)
     path = common.save_json("tune_triton_listed.json", lines)
+    today = {job[0].name: short(candidates.chosen(job[0])) for job in jobs}
     for name in dict.fromkeys(line["row"] for line in lines):
         timed = sorted((line for line in lines if line["row"] == name and "us" in line), key=lambda line: line["us"])
-        first = next((line for line in lines if line["row"] == name and "us" in line), None)
+        taken = next((line["us"] for line in timed if line["t"] == today[name]), None)
         best = "; ".join(f"{line['us']:.1f} {line['t']}" for line in timed[:3])
-        print(f"{name}: first {first and first['us']}; best {best}")
+        print(f"{name}: today {taken} {today[name]}; best {best}")
     print(f"{path}  {time.monotonic() - began:.0f} s")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from specops.models.eagle_checkpoint import load_head, shipped_head
 from specops.models.loading import load_target, load_tokenizer
@@ -66,6 +67,7 @@ def load_models(
     dtype: str | None = None,
     backend: str = "auto",
     tokenizer: Any = None,
+    mesh: DeviceMesh | None = None,
     say: Say = lambda text: None,
 ) -> Models:
     """Target, tokenizer and head.
@@ -77,18 +79,22 @@ def load_models(
         dtype: name of a torch dtype; float32 on the CPU and bfloat16 on a GPU when not given.
         backend: attention backend.
         tokenizer: a transformers tokenizer; that of ``model`` when not given.
+        mesh: ranks that share the models, each keeping its part (:mod:`specops.parallel`); ``device`` is then the mesh's.
         say: told what is being loaded.
 
     Raises:
         FileNotFoundError, ValueError, ImportError: what is missing or does not fit, in words.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if mesh is not None:
+        device = mesh.device_type
     dtype = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise ValueError(f"dtype must be a torch float dtype such as float32 or bfloat16, got {dtype!r}")
-    say(f"loading {model} in {dtype} on {device}")
-    target = load_target(model, dtype=torch_dtype, device=device, backend=backend)
+    say(f"loading {model} in {dtype} on {device}" + ("" if mesh is None else f", cut for {mesh.size()} ranks"))
+    # A model that is to be cut may be larger than one device.
+    target = load_target(model, dtype=torch_dtype, device=device if mesh is None else "cpu", backend=backend)
     tokenizer = tokenizer or load_tokenizer(model)
     head = None
     if draft is not None:
@@ -96,6 +102,10 @@ def load_models(
         say(f"loading the draft head from {directory}")
         head = load_head(directory, target)
         head.set_backend(backend)
+    if mesh is not None:
+        from specops.parallel import shard
+
+        shard(target, *([] if head is None else [head]), mesh=mesh)
     return Models(target, tokenizer, head)
 
 
@@ -193,6 +203,7 @@ def stream(
     dtype: str | None = None,
     backend: str = "auto",
     tokenizer: Any = None,
+    mesh: DeviceMesh | None = None,
     **sampling: Any,
 ) -> Iterator[Piece]:
     """Decode prompts and yield text as it comes.
@@ -210,7 +221,7 @@ def stream(
         chat: wrap text in the tokenizer's chat template, if it has one.
         max_requests: prompts decoded together; all up to 8 when not given.
         max_context, mode: as for :class:`specops.Engine`.
-        device, dtype, backend, tokenizer: as for :func:`load_models`; they mean nothing to models loaded before.
+        device, dtype, backend, tokenizer, mesh: as for :func:`load_models`; they mean nothing to models loaded before.
         **sampling: fields of :class:`specops.SamplingParams`. With a seed, prompt ``i`` gets ``seed + i``.
 
     Yields:
@@ -225,7 +236,7 @@ def stream(
     else:
         if draft == "auto":
             draft = SMOLLM2_HEAD if model == "smollm2" else None
-        models = load_models(model, draft, device=device, dtype=dtype, backend=backend, tokenizer=tokenizer)
+        models = load_models(model, draft, device=device, dtype=dtype, backend=backend, tokenizer=tokenizer, mesh=mesh)
     ids = [models.encode(prompt, chat=chat) for prompt in _several(prompts)]
     engine = Engine(
         models.target,

@@ -11,8 +11,9 @@ What each rank keeps, for ``n`` ranks (Megatron-LM, Shoeybi et al. 2019):
 * attention: ``1/n`` of the query heads, the key and value heads they read, and the columns of the output projection
   that belong to them. The KV cache holds those heads alone. With fewer key and value heads than ranks, several ranks
   keep a copy of the same one;
-* MLP: ``1/n`` of the rows of gate and up, and the matching columns of down;
-* LM head: ``1/n`` of the vocabulary. The logits are gathered, so that every rank chooses from the same bits;
+* MLP: ``1/n`` of the rows of gate and up, and the matching columns of down, with zeros where ``n`` divides neither;
+* LM head: ``1/n`` of the vocabulary, the last part filled up with zeros. The logits are gathered, so that every rank
+  chooses from the same bits;
 * all else, embedding and norms above all, is whole on every rank.
 
 A rank adds its part of a block's output to the others' by one all-reduce after the output projection and one after
@@ -28,7 +29,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,10 @@ from specops.models.eagle import EagleHead
 from specops.models.llama import MLP, Attention, CausalLM
 from specops.models.packed_linear import unpack_linears
 
-__all__ = ["RankGroup", "group_of", "random_seed", "shard", "torchrun_mesh", "world_size"]
+# MLP rows a rank gets where the ranks do not divide them: a multiple of this, which matrix units like.
+TILE = 16
+
+__all__ = ["RankGroup", "group_of", "random_seed", "shard", "torchrun_mesh"]
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,6 @@ class _Gather:
         return self.group.gather_last(logits, self.vocab)
 
 
-def world_size() -> int:
-    """How many processes torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def torchrun_mesh(device: str | None = None) -> DeviceMesh:
     """The mesh of all processes that torchrun has started; the first call starts their process group.
 
@@ -151,8 +150,8 @@ def shard(*models: nn.Module, mesh: DeviceMesh) -> RankGroup:
         The ranks, as the models keep them.
 
     Raises:
-        ValueError: heads or MLP rows that the ranks do not divide (names both, and numbers of ranks that would do), a
-            model that is cut already, or one with nothing to cut. No model has been changed then.
+        ValueError: heads that the ranks do not divide (names both, and numbers of ranks that would do), a model that is
+            cut already, or one with nothing to cut. No model has been changed then.
     """
     group = RankGroup.of(mesh)
     parts = [list(_parts(model)) for model in models]
@@ -192,50 +191,28 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check(model: nn.Module, parts: list[nn.Module], group: RankGroup) -> None:
-    if any(getattr(part, "reduce", None) is not None for part in parts):
+    if any(getattr(part, name, None) is not None for part in parts for name in ("reduce", "gather")):
         raise ValueError(f"{type(model).__name__} is cut already; load it again to cut it for {group.size} ranks")
-    shapes = {_shape(part) for part in parts} - {None}
-    failing = [shape for shape in shapes if shape is not None and not _divides(shape, group.size)]
-    if not failing:
-        return
-    sizes = [n for n in range(1, max(max(shape) for shape in shapes if shape) + 1) if _all_divide(shapes, n)]
-    raise ValueError(
-        f"{type(model).__name__} cannot be cut for {group.size} ranks: {'; '.join(map(_in_words, sorted(failing)))}. "
-        f"It can for {_listed(sizes)}"
-    )
+    heads = sorted({found for part in parts if (found := _heads(part)) is not None})
+    failing = [f"{q} query heads over {kv} key/value heads" for q, kv in heads if not _divides(q, kv, group.size)]
+    if failing:
+        most = max(q for q, _ in heads)
+        sizes = [n for n in range(1, most + 1) if all(_divides(q, kv, n) for q, kv in heads)]
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut for {group.size} ranks: {' and '.join(failing)}. It can be for "
+            + (f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}" if len(sizes) > 1 else "no more than 1")
+        )
 
 
-def _all_divide(shapes: Any, size: int) -> bool:
-    return all(_divides(shape, size) for shape in shapes if shape is not None)
-
-
-def _shape(part: nn.Module) -> tuple[int, ...] | None:
-    """``(query heads, key/value heads)`` of attention, ``(rows,)`` of an MLP."""
+def _heads(part: nn.Module) -> tuple[int, int] | None:
+    """Query heads and key/value heads of an attention layer."""
     if isinstance(part, Attention):
         return part.num_heads, part.num_kv_heads
-    if isinstance(part, LatentAttention):
-        return part.num_heads, 1
-    return (part.down.in_features,) if isinstance(part, MLP) else None
+    return (part.num_heads, 1) if isinstance(part, LatentAttention) else None
 
 
-def _divides(shape: tuple[int, ...], size: int) -> bool:
-    if len(shape) == 1:
-        return shape[0] % size == 0
-    heads, kv_heads = shape
+def _divides(heads: int, kv_heads: int, size: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-
-
-def _in_words(shape: tuple[int, ...]) -> str:
-    if len(shape) == 1:
-        return f"an MLP of {shape[0]} rows"
-    return f"{shape[0]} query heads over {shape[1]} key/value heads"
-
-
-def _listed(sizes: list[int]) -> str:
-    if sizes == [1]:
-        return "no number of ranks but 1"
-    head, last = sizes[:-1], sizes[-1]
-    return f"{', '.join(map(str, head))} or {last} ranks"
 
 
 def _cut(part: nn.Module, group: RankGroup) -> None:
@@ -245,8 +222,8 @@ def _cut(part: nn.Module, group: RankGroup) -> None:
         _cut_latent(part, group)
     elif isinstance(part, MLP):
         rows = part.down.in_features
-        own = _own(rows, group)
-        _keep_rows(part.gate_up, torch.cat((own, rows + own)))
+        own = _own_or_none(rows, group)
+        _keep_rows(part.gate_up, torch.cat((own, torch.where(own < 0, own, rows + own))))
         _keep_columns(part.down, own, group)
         part.reduce = group.sum
     elif isinstance(part, CausalLM):
@@ -299,9 +276,8 @@ def _cut_lm_head(model: CausalLM, group: RankGroup) -> None:
 def _vocabulary_rows(weight: Tensor, group: RankGroup) -> Tensor:
     """This rank's rows, with zeros behind the last ones where the ranks do not divide the vocabulary."""
     rows = -(-weight.shape[0] // group.size)
-    part = weight.detach()[group.rank * rows : (group.rank + 1) * rows]
-    missing = rows - part.shape[0]
-    return torch.cat((part, part.new_zeros(missing, part.shape[1]))) if missing else part.clone()
+    own = torch.arange(group.rank * rows, (group.rank + 1) * rows)
+    return _selected(weight.detach(), 0, torch.where(own < weight.shape[0], own, -1))
 
 
 def _own(count: int, group: RankGroup) -> Tensor:
@@ -310,24 +286,43 @@ def _own(count: int, group: RankGroup) -> Tensor:
     return torch.arange(group.rank * size, (group.rank + 1) * size)
 
 
+def _own_or_none(count: int, group: RankGroup) -> Tensor:
+    """As :func:`_own` for a count that the ranks need not divide: parts of whole tiles, with -1 where nothing is left."""
+    if count % group.size == 0:
+        return _own(count, group)
+    size = -(-count // (group.size * TILE)) * TILE
+    own = torch.arange(group.rank * size, (group.rank + 1) * size)
+    return torch.where(own < count, own, -1)
+
+
 def _spread(heads: Tensor, dim: int) -> Tensor:
     """Rows of heads of ``dim`` rows each."""
     return (heads[:, None] * dim + torch.arange(dim)).flatten()
 
 
 def _keep_rows(linear: nn.Linear, rows: Tensor) -> None:
-    linear.weight = _parameter(linear.weight[rows.to(linear.weight.device)])
+    linear.weight = _parameter(_selected(linear.weight, 0, rows))
     if linear.bias is not None:
-        linear.bias = _parameter(linear.bias[rows.to(linear.bias.device)])
+        linear.bias = _parameter(_selected(linear.bias, 0, rows))
     linear.out_features = len(rows)
 
 
 def _keep_columns(linear: nn.Linear, columns: Tensor, group: RankGroup) -> None:
     """The outputs are summed over ranks, so the bias stays on the first alone."""
-    linear.weight = _parameter(linear.weight[:, columns.to(linear.weight.device)])
+    linear.weight = _parameter(_selected(linear.weight, 1, columns))
     if linear.bias is not None and group.rank:
         linear.bias = _parameter(torch.zeros_like(linear.bias))
     linear.in_features = len(columns)
+
+
+def _selected(weight: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Rows or columns of a weight by index, zeros for -1."""
+    index = index.to(weight.device)
+    picked = weight.index_select(dim, index.clamp(min=0))
+    if int(index.min()) >= 0:
+        return picked
+    kept = (index >= 0).to(weight.dtype)
+    return picked * (kept if dim == weight.dim() - 1 else kept[:, None])
 
 
 def _parameter(values: Tensor) -> nn.Parameter:

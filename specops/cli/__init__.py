@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from specops.cli.common import world_size
+
 COMMANDS = ("demo", "generate", "bench", "trace", "check", "inspect", "backends")
 
 
@@ -23,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     args.more = more
     try:
+        if args.name != "generate" and world_size() > 1:
+            raise ValueError(f"{args.name} runs in one process; of all commands torchrun starts generate alone")
         result: int = args.run(args)
     except (ValueError, TypeError, OSError, ImportError) as error:
         if isinstance(error, BrokenPipeError):
@@ -64,6 +68,6 @@ def _parser() -> argparse.ArgumentParser:
         text = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
-        command.set_defaults(run=module.run, takes_more=False)
+        command.set_defaults(run=module.run, name=name, takes_more=False)
         module.add_arguments(command)
     return parser

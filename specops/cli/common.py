@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -81,21 +82,35 @@ def config(args: argparse.Namespace) -> Any:
 
 
 def load_models(args: argparse.Namespace, say: Say, *, plain: bool = False) -> Any:
-    """Target, tokenizer and, unless ``plain``, the draft head that the arguments name."""
+    """Target, tokenizer and, unless ``plain``, the draft head that the arguments name; cut for torchrun's processes."""
     from specops import demo
+    from specops.parallel import torchrun_mesh
 
     draft = None if plain else args.draft
-    return demo.load_models(args.model, draft, device=args.device, dtype=args.dtype, backend=args.backend, say=say)
+    options = {"device": args.device, "dtype": args.dtype, "backend": args.backend, "say": say}
+    mesh = torchrun_mesh(args.device) if world_size() > 1 else None
+    return demo.load_models(args.model, draft, mesh=mesh, **options)
 
 
 def progress_printer() -> Say:
-    """Progress goes to standard error, so that standard output stays the answer alone."""
+    """Progress goes to standard error, so that standard output stays the answer alone; the first rank alone tells it."""
     started = time.perf_counter()
 
     def say(text: str) -> None:
-        print(f"[{time.perf_counter() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
+        if is_first_rank():
+            print(f"[{time.perf_counter() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     return say
+
+
+def world_size() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints: under torchrun the first one alone does."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Progress:
@@ -121,8 +136,10 @@ class Progress:
             self._say(state())
 
 
-def write(text: str) -> None:
-    print(text, end="", flush=True)
+def write(text: str, end: str = "") -> None:
+    """Text on standard output; the first rank alone writes."""
+    if is_first_rank():
+        print(text, end=end, flush=True)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

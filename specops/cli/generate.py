@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.file is None and args.out is not None:
         raise ValueError("--out goes with --file; the answers to --prompt go to standard output")
+    if common.world_size() > 1 and (args.file is not None or not args.prompt):
+        raise ValueError("under torchrun every process needs the same prompts: give them with --prompt")
     if args.file is None:
         return _answer_prompts(args)
     if args.prompt:
@@ -75,9 +77,10 @@ def _answer_prompts(args: argparse.Namespace) -> int:
         tokens = sum(len(answer.tokens) for answer in answers)
         accepted = round(engine.stats.accepted_per_round, 3)
         records = [{"prompt": prompt, **_record(answer)} for prompt, answer in zip(prompts, answers, strict=True)]
-        print(json.dumps({"answers": records, "tokens_per_s": round(tokens / seconds, 2), "accepted_per_round": accepted}))
+        summary = {"answers": records, "tokens_per_s": round(tokens / seconds, 2), "accepted_per_round": accepted}
+        common.write(json.dumps(summary), end="\n")
     else:
-        print("" if len(ids) == 1 else "\n\n".join(answer.text for answer in answers))
+        common.write("" if len(ids) == 1 else "\n\n".join(answer.text for answer in answers), end="\n")
     return 0
 
 

@@ -59,7 +59,7 @@ VALUES_REGISTERS = gl.constexpr(160)
 MOST_SCHEDULED = 128
 # What the first role tells the others of a unit: places in shared memory.
 TILE, SEQ_LEN, NUM_KEYS, START, ROWS, BEGIN, END, STEP, PART, CONTRIBUTORS, EDGE = (gl.constexpr(i) for i in range(11))
-FACTS = gl.constexpr(11)
+FACTS = gl.constexpr(16)
 
 
 @gluon.jit
@@ -75,13 +75,25 @@ def _next_slot(slot, phase):
 
 
 @gluon.jit
-def _tell(facts, place: gl.constexpr, value):
-    facts.index(place).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + value)
+def _told(facts, place: gl.constexpr):
+    """One of the numbers that :func:`_tell` left."""
+    return gl.sum(facts.slice(place, 1, 0).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _told(facts, place: gl.constexpr):
-    return gl.sum(facts.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _tell(facts, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, edge):
+    """Leave what the other roles need of a unit."""
+    place = gl.arange(0, FACTS, gl.BlockedLayout([1], [32], [4], [0]))
+    told = gl.where(place == TILE, tile, edge)
+    told = gl.where(place == SEQ_LEN, seq_len, told)
+    told = gl.where(place == NUM_KEYS, num_keys, told)
+    told = gl.where(place == START, start, told)
+    told = gl.where(place == ROWS, rows, told)
+    told = gl.where(place == BEGIN, begin, told)
+    told = gl.where(place == END, end, told)
+    told = gl.where(place == STEP, step, told)
+    told = gl.where(place == PART, part, told)
+    facts.store(gl.where(place == CONTRIBUTORS, contributors, told))
 
 
 @gluon.jit
@@ -379,27 +391,15 @@ def _first_values_role(
             position, seq_lens, query_start, num_requests, query_len, max_tiles, tree_width, table_keys,
             HEADS, BLOCK_B, PACKED, TREE, DIRECT, MIN_BLOCKS,
         )  # fmt: skip
-        if not DIRECT:
-            mbarrier.wait(taken.index(0), turn ^ 1)
-        _tell(facts, TILE, tile)
-        _tell(facts, SEQ_LEN, seq_len)
-        _tell(facts, NUM_KEYS, num_keys)
-        _tell(facts, START, start)
-        _tell(facts, ROWS, rows)
-        _tell(facts, BEGIN, begin)
-        _tell(facts, END, end)
-        _tell(facts, STEP, step)
-        _tell(facts, PART, part)
-        _tell(facts, CONTRIBUTORS, contributors)
-        # Keys that all rows of the tile see, in whole blocks.
-        seen_by_all = seq_len - tree_width
-        if not TREE:
-            seen_by_all = seq_len - rows + tile * BLOCK_M // HEADS + 1
-        _tell(facts, EDGE, gl.maximum(gl.minimum(seen_by_all, num_keys), 0) // BLOCK_N)
-        tl.debug_barrier()
-        mbarrier.arrive(unit.index(0), count=1)
+        # Page ids of the first blocks, fetched beside the length where that does not tell which blocks they are.
+        pages = page_table + request.to(gl.int64) * stride_pages
+        second = begin + step
+        third = second + step
+        page_0 = gl.load(pages + begin * BLOCK_N // PAGE_SIZE, mask=begin * BLOCK_N < table_keys, other=0)
+        page_1 = gl.load(pages + second * BLOCK_N // PAGE_SIZE, mask=second * BLOCK_N < table_keys, other=0)
+        page = gl.load(pages + third * BLOCK_N // PAGE_SIZE, mask=third * BLOCK_N < table_keys, other=0)
+        query_slot = slot
         if contributors > 0:
-            pages = page_table + request.to(gl.int64) * stride_pages
             mbarrier.wait(empty.index(slot), phase ^ 1)
             full = filled.index(slot)
             mbarrier.expect(full, q_latent.block_type.nbytes + q_rope.block_type.nbytes)
@@ -407,19 +407,31 @@ def _first_values_role(
             tma.async_copy_global_to_shared(q_latent, [0, first, 0], full, latent.index(slot))
             tma.async_copy_global_to_shared(q_rope, [0, first, 0], full, q_rope_tile)
             slot, phase = _next_slot(slot, phase)
-            # The queries and two blocks fill the ring; the third block takes the queries' place.
-            ahead_slot = slot
-            ahead_phase = phase
-            page = begin * 0
-            for ahead in gl.static_range(SLOTS):
-                block = begin + ahead * step
-                if block < end:
-                    page = gl.load(pages + block * BLOCK_N // PAGE_SIZE)
-                    mbarrier.wait(empty.index(ahead_slot), ahead_phase ^ 1)
-                    _copy_latent(page, block * BLOCK_N % PAGE_SIZE, kv_latent, latent, filled, ahead_slot)
-                    if ahead < SLOTS - 1:
-                        _copy_rope(page, block * BLOCK_N % PAGE_SIZE, kv_rope, rope, rope_filled, side ^ ahead)
-                ahead_slot, ahead_phase = _next_slot(ahead_slot, ahead_phase)
+            if begin < end:
+                mbarrier.wait(empty.index(slot), phase ^ 1)
+                _copy_latent(page_0, begin * BLOCK_N % PAGE_SIZE, kv_latent, latent, filled, slot)
+                _copy_rope(page_0, begin * BLOCK_N % PAGE_SIZE, kv_rope, rope, rope_filled, side)
+            if second < end:
+                next_slot, next_phase = _next_slot(slot, phase)
+                mbarrier.wait(empty.index(next_slot), next_phase ^ 1)
+                _copy_latent(page_1, second * BLOCK_N % PAGE_SIZE, kv_latent, latent, filled, next_slot)
+                _copy_rope(page_1, second * BLOCK_N % PAGE_SIZE, kv_rope, rope, rope_filled, side ^ 1)
+        if not DIRECT:
+            mbarrier.wait(taken.index(0), turn ^ 1)
+        # Keys that all rows of the tile see, in whole blocks.
+        seen_by_all = seq_len - tree_width
+        if not TREE:
+            seen_by_all = seq_len - rows + tile * BLOCK_M // HEADS + 1
+        edge = gl.maximum(gl.minimum(seen_by_all, num_keys), 0) // BLOCK_N
+        _tell(facts, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, edge)
+        tl.debug_barrier()
+        mbarrier.arrive(unit.index(0), count=1)
+        if contributors > 0:
+            if third < end:
+                # The third block takes the queries' place.
+                empty_phase = gl.where(query_slot == SLOTS - 1, phase ^ 1, phase)
+                mbarrier.wait(empty.index(query_slot), empty_phase)
+                _copy_latent(page, third * BLOCK_N % PAGE_SIZE, kv_latent, latent, filled, query_slot)
             acc = gl.zeros([BLOCK_M, HALF_D], gl.float32, O_LAYOUT)
             for block in range(begin, end, step):
                 v = latent.index(slot)._reinterpret(dtype, [BLOCK_N, D], SHARED).slice(0, HALF_D, 1)
@@ -545,7 +557,7 @@ def latent_roles_kernel(
     q_tail = gl.allocate_shared_memory(dtype, [BLOCK_M, TAIL], gl.NVMMASharedLayout(128, 16, 2))
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_M], PLAIN)
     shares = gl.allocate_shared_memory(gl.float32, [BLOCK_M], PLAIN)
-    facts = gl.allocate_shared_memory(gl.int32, [FACTS, 1], PLAIN)
+    facts = gl.allocate_shared_memory(gl.int32, [FACTS], PLAIN)
     filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     rope_filled = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     probable = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

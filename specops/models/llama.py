@@ -261,15 +261,22 @@ class CausalLM(nn.Module):
             # Gemma multiplies by a scale of the model's own dtype.
             hidden = hidden * hidden.new_full((), self.config.embedding_scale)
         rope = self.rotary(meta.positions, hidden.dtype)
+        hidden, streams = self.run_layers(hidden, rope, meta, aux_layers)
+        hidden = self.norm(hidden)
+        if not aux_layers:
+            return cast(Tensor, hidden)
+        return hidden, torch.cat([streams[index] for index in aux_layers], dim=-1)
+
+    def run_layers(
+        self, hidden: Tensor, rope: Rope, meta: AttentionMetadata, aux_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The last layer's output, and the residual streams that :meth:`forward` is asked for."""
         streams = {0: hidden} if 0 in aux_layers else {}
         for index, layer in enumerate(self.layers, start=1):
             hidden = layer(hidden, rope, meta)
             if index in aux_layers:
                 streams[index] = hidden
-        hidden = self.norm(hidden)
-        if not aux_layers:
-            return cast(Tensor, hidden)
-        return hidden, torch.cat([streams[index] for index in aux_layers], dim=-1)
+        return hidden, streams
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[R, vocab]`` logits of ``hidden`` ``[R, hidden]``, in its dtype."""

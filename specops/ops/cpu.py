@@ -50,7 +50,7 @@ def mha(
     plan: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as :func:`specops.ops.mha`; ``plan`` is not needed."""
-    if k_scale is None and _is_native(q, k_cache, v_cache, layout, window, tree_mask):
+    if k_scale is None and is_native(q, k_cache, v_cache, layout, window, tree_mask):
         return _native(q, k_cache, v_cache, page_table, seq_lens, layout, scale, window, softcap, sinks, tree_mask)
     if k_scale is not None:
         scale = scale * k_scale.item()
@@ -83,7 +83,7 @@ def mla(
     return out if kv_scale is None else out.mul_(kv_scale)
 
 
-def _is_native(
+def is_native(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: QueryLayout, window: int | None, tree_mask: Tensor | None
 ) -> bool:
     """Whether the compiled kernel takes a call. Its vectors are of 16 floats at most, so head dims are multiples of 16."""
@@ -114,13 +114,36 @@ def _native(
     sinks: Tensor | None,
     tree_mask: Tensor | None,
 ) -> Tensor:
-    """``[T, Hq, Dv]`` of a call that :func:`_is_native` takes."""
+    """``[T, Hq, Dv]`` of a call that :func:`is_native` takes."""
     lib = native.library()
     assert lib is not None
+    out = torch.empty((*q.shape[:2], v_cache.shape[3]), dtype=q.dtype, device="cpu")
+    call, _kept = native_call(
+        q, out, k_cache, v_cache, page_table, seq_lens, layout, scale, window, softcap, sinks, tree_mask
+    )
+    if lib.specops_attention(ctypes.byref(call), torch.get_num_threads()):
+        raise MemoryError("no memory was left for the partial results of attention")
+    return out
+
+
+def native_call(
+    q: Tensor,
+    out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    layout: QueryLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+) -> tuple[native.Attention, list[Tensor]]:
+    """The compiled kernel's view of a call, and the tensors that must live until it is over."""
     num_rows, num_heads, dim = q.shape
     page_size, num_kv_heads, value_dim = v_cache.shape[1:]
-    out = torch.empty((num_rows, num_heads, value_dim), dtype=q.dtype, device="cpu")
-    # Small tensors, views as a rule where they are not contiguous already; the names keep copies alive through the call.
+    # Small tensors, views as a rule where they are not contiguous already.
     page_table, seq_lens = page_table.contiguous(), seq_lens.contiguous()
     start, sinks, tree_mask = (
         None if tensor is None else tensor.contiguous() for tensor in (layout.query_start, sinks, tree_mask)
@@ -154,9 +177,7 @@ def _native(
         scale,
         softcap or 0.0,
     )
-    if lib.specops_attention(ctypes.byref(call), torch.get_num_threads()):
-        raise MemoryError("no memory was left for the partial results of attention")
-    return out
+    return call, [tensor for tensor in (page_table, seq_lens, start, sinks, tree_mask) if tensor is not None]
 
 
 def _attention(

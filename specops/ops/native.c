@@ -668,5 +668,38 @@ int specops_attention(const Attention *a, int threads) {
   return 0;
 }
 
+/* Layers in a row ------------------------------------------------------------------------------------------------- */
+
+/* One layer of a stack; field order as in native.py. */
+typedef struct {
+  const Layer *layer;
+  void *k, *v;
+  const float *sinks;
+  int64_t window;
+  double scale, softcap;
+} Block;
+
+/* Layers of one shape, attention included. streams [count + 1, T, hidden]: the first is read, the others are written.
+ *
+ * shared: the attention of all layers; its q and out are buffers of this call. strides: of a page, a token, a head of k,
+ * then of v. 0, or 1 when memory ran out. */
+int specops_stack(const Block *blocks, long count, char *streams, const Attention *shared, const void *cos, const void *sin,
+                  const int64_t *slots, float *work, int threads) {
+  const long T = shared->rows;
+  Attention call = *shared;
+  for (long i = 0; i < count; i++) {
+    const Block *block = blocks + i;
+    const long size = T * block->layer->hidden * (block->layer->half ? 2 : 4);
+    const int64_t strides[6] = {call.k_page, call.k_slot, call.k_head, call.v_page, call.v_slot, call.v_head};
+    call.k = block->k, call.v = block->v, call.sinks = block->sinks;
+    call.window = block->window, call.scale = block->scale, call.softcap = block->softcap;
+    specops_layer_in(block->layer, streams + i * size, T, cos, sin, slots, (void *)call.q, block->k, block->v, strides,
+                     call.page_size, work, threads);
+    if (specops_attention(&call, threads)) return 1;
+    specops_layer_out(block->layer, call.out, streams + i * size, streams + (i + 1) * size, T, work, threads);
+  }
+  return 0;
+}
+
 /* Changes whenever a signature or a struct above does. */
-int specops_native_version(void) { return 1; }
+int specops_native_version(void) { return 2; }

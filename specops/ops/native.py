@@ -34,7 +34,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.c")
 # Must be what specops_native_version() returns.
-VERSION = 1
+VERSION = 2
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 COMPILERS = ("gcc", "cc", "clang")
 COMPILE_SECONDS = 120
@@ -144,6 +144,16 @@ class Attention(ctypes.Structure):
     )
 
 
+class Block(ctypes.Structure):
+    """One layer of a stack, as ``native.c`` reads it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layer", "k", "v", "sinks")),
+        ("window", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+    )
+
+
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
@@ -151,6 +161,7 @@ _SIGNATURES = {
     "specops_layer_in": (None, (_POINTER, _POINTER, _LONG, *[_POINTER] * 7, _LONG, _POINTER, _INT)),
     "specops_layer_out": (None, (*[_POINTER] * 4, _LONG, _POINTER, _INT)),
     "specops_attention": (_INT, (_POINTER, _INT)),
+    "specops_stack": (_INT, (_POINTER, _LONG, *[_POINTER] * 6, _INT)),
 }
 
 

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("specops", "specops.ops", "specops.compile", "specops.spec", "specops.models", "specops.testing")
+MODULES = (
+    "specops",
+    "specops.ops",
+    "specops.compile",
+    "specops.spec",
+    "specops.models",
+    "specops.parallel",
+    "specops.testing",
+)
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([^`]+)`")
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Example|Examples|Note|Notes):$")

@@ -142,7 +142,7 @@ def shard(*models: nn.Module, mesh: DeviceMesh) -> RankGroup:
     an engine or runner takes them. A head is cut like the target.
 
     Args:
-        models: of this package: :class:`~specops.models.CausalLM`, :class:`~specops.models.EagleHead`, or modules that
+        models: of this package: :class:`~specops.models.CausalLM`, :class:`~specops.models.eagle.EagleHead`, or modules that
             contain one.
         mesh: of one dimension; its device type is where the models go, its current device which one.
 

@@ -120,9 +120,9 @@ def run(device: str, modes: list[str], only: list[str]) -> dict[str, Any]:
 
 
 def pairs_for(name: str, drafts: list[str], mode: str, device: str) -> list[tuple[str | None, str]]:
-    """All drafts and shapes for the first model, one for the others; a CPU compiles plain decoding alone."""
-    if mode != "eager" and device == "cpu":
-        return [(None, "plain")]
+    """All drafts and shapes for the first model and one for the others; compiled, few, and on a CPU but one."""
+    if mode != "eager":
+        return [(None, "plain"), *((("shadow", "chain"), (drafts[-1], "tree")) if device == "cuda" else ())]
     if name != "llama":
         return [(drafts[-1], "tree")]
     return [(None, "plain"), *((draft, shape) for draft in drafts for shape in ("chain", "tree"))]

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.compile_triton import compile_all
-from specops.ops.triton_linear import Tile, choose_tile, linear
+from specops.ops.triton_linear import Tile, choose_tile, rms_norm_linear
 
 LAYERS = 30
 # Name: columns of x, rows of the weight, gated.
@@ -40,25 +40,26 @@ SHAPES = {
 }
 
 
-def candidates(rows: int, width: int) -> list[Tile]:
+def candidates(rows: int, width: int, paired: bool) -> list[Tile]:
     whole = 1 << (width.bit_length() - 1)
     found = []
-    few = rows <= 16
-    sizes = itertools.product(
-        (16,) if few else (32,) if rows <= 32 else (64,),
-        (16, 32) if few else (16, 32, 64),
-        (64, 128, 256, 512) if few else (64, 128),
-        (128, 256, 512, 1024) if few else (64, 128),
-        (2, 4, 8) if few else (4, 8),
-        (4,),
-    )
-    for tile in itertools.starmap(Tile, sizes):
-        rest = width - tile.head
-        whole_steps = (
-            rest % tile.block_k == 0 and (rest or tile.block_k == 128) and tile.block_k >= 16 * tile.num_warps * few
-        )
-        if tile.head <= whole and whole_steps and tile.block_n * tile.head <= 16384 and tile.num_warps * 512 >= tile.head:
-            found.append(tile)
+    for block_m, block_n, head, tail, warps in itertools.product(
+        (16,) if rows <= 16 else (16, 32) if rows <= 32 else (32, 64),
+        (16, 32),
+        (128, 256, 512, 1024),
+        (0, 64, 512),
+        (2, 4, 8),
+    ):
+        rest = width - head - tail
+        if head > whole or rest < 0 or (tail and rest) or min(head, tail or head) < 16 * warps:
+            continue
+        if block_n * (head + tail) * (2 if paired else 1) > 512 * 32 * warps or block_m * head > 16384:
+            continue
+        block_k = max(rest & -rest, 16 * warps) if rest else 16 * warps
+        found.append(Tile(block_m, block_n, min(block_k, 256), head, tail, warps, 4, True))
+    if rows > 16:
+        sizes = itertools.product((32, 64), (16, 32), (64, 128), (64, 128), (0,), (4, 8))
+        found += [Tile(*size) for size in sizes if size[3] <= whole]
     return found
 
 
@@ -79,7 +80,7 @@ def inputs(shape: str, rows: int, layers: int, device: str = "cuda") -> dict[str
 
 
 def call(given: dict[str, Any], weight: torch.Tensor, tile: Tile | None) -> torch.Tensor:
-    return linear(given["x"], weight, given["norm"], 1e-5, 0.0, None, given["gate"], given["residual"], tile)
+    return rms_norm_linear(given["x"], weight, given["norm"], 1e-5, 0.0, None, given["gate"], given["residual"], tile)
 
 
 def per_launch(run: Any, weights: list[torch.Tensor]) -> float:
@@ -115,7 +116,12 @@ def main() -> None:
     args = parser.parse_args()
     shapes, rows = args.shapes.split(","), [int(part) for part in args.rows.split(",")]
     # One kernel serves every number of rows that shares its tile.
-    work = {(shape, tile): count for shape in shapes for count in rows for tile in candidates(count, SHAPES[shape][0])}
+    work = {
+        (shape, tile): count
+        for shape in shapes
+        for count in rows
+        for tile in candidates(count, SHAPES[shape][0], SHAPES[shape][2])
+    }
     calls = [functools.partial(compile_one, shape, count, tile) for (shape, tile), count in work.items()]
     compile_all(calls, args.workers)
     results = [measured(shape, count) for shape, count in itertools.product(shapes, rows)]
@@ -130,7 +136,7 @@ def measured(shape: str, count: int) -> dict[str, Any]:
     weights, width = given["weights"], SHAPES[shape][0]
     today = choose_tile(count, width, given["gate"] is not None)
     exact, timed = call(given, weights[0], today).double(), []
-    for tile in dict.fromkeys([today, *candidates(count, width)]):
+    for tile in dict.fromkeys([today, *candidates(count, width, SHAPES[shape][2])]):
         try:
             out = call(given, weights[0], tile).double()
             if (out - exact).abs().max() > 0.02 * exact.abs().max():

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specops.ops.capabilities import FP8
-from specops.ops.triton_common import launches_overlap, product, tanh
+from specops.ops.triton_common import launches_overlap, next_power_of_2, product, tanh
 from specops.ops.triton_store import saturated
 
 # Above so many rows the products are large enough for a library's, see ``specops.ops.linear``.
@@ -42,16 +42,19 @@ class Tile(NamedTuple):
 
     Attributes:
         block_m, block_n, block_k: rows of x, rows of the weight (of each set), and columns of a step of the loop.
-        head: columns loaded before waiting for x.
+        head, tail: columns loaded before waiting for x, in two parts; a tail with ``split`` only.
         num_warps, num_stages: of the launch.
+        split: deal the columns out to the warps.
     """
 
     block_m: int
     block_n: int
     block_k: int
     head: int
-    num_warps: int
-    num_stages: int
+    tail: int = 0
+    num_warps: int = 4
+    num_stages: int = 4
+    split: bool = False
 
 
 def choose_tile(num_rows: int, width: int, paired: bool) -> Tile:
@@ -63,16 +66,17 @@ def choose_tile(num_rows: int, width: int, paired: bool) -> Tile:
     whole = 1 << (width.bit_length() - 1)
     if num_rows <= FEW_ROWS:
         # Each of the warps needs at least 16 columns.
-        warps = min(4, whole // 16)
-        head = min(whole, 512)
-        return Tile(16, 16, min(256, max(_step(width - head), 16 * warps)), head, warps, 4)
+        warps = min(4 if width > 1024 else 2, whole // 16)
+        head = min(whole, 1024 if width <= 2048 and not paired else 512)
+        rest = width - head
+        tail = max(next_power_of_2(rest), 16 * warps) if 0 < rest <= 512 else 0
+        return Tile(16, 16, 256, head, tail, warps, split=True)
     if num_rows <= 32:
-        head = min(whole, 256)
-        return Tile(32, 16, min(128, _step(width - head)), head, 4, 4)
-    head = min(whole, 64)
-    if num_rows <= 64:
-        return Tile(64, 16 if paired else 32, min(128, _step(width - head)), head, 4, 4)
-    return Tile(64, 32 if paired else 64, 64, head, 4, 4)
+        return Tile(32, 16, min(128, _step(width)), min(whole, 128))
+    head = min(whole, 64 if width <= 1024 else 128)
+    if paired:
+        return Tile(64, 16, min(128, _step(width - head)), head, num_warps=8)
+    return Tile(64, 16, 128 if width > 1024 else 64, head)
 
 
 def _step(rest: int) -> int:
@@ -170,6 +174,7 @@ def products_of_few(
     NORM: tl.constexpr,
     PAIRED: tl.constexpr,
     HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -184,25 +189,43 @@ def products_of_few(
     x_rows = x + row.to(tl.int64)[None, :, None] * stride_x
     valid_w, valid_x = valid_n[None, :, None], valid_row[None, :, None]
     w_first = tl.load(first_rows + k, mask=valid_w, other=0.0)
-    w_second = w_first
     if PAIRED:
         w_second = tl.load(second_rows + k, mask=valid_w, other=0.0)
+    if NORM:
+        gain = tl.load(norm_weight + k).to(tl.float32) + norm_offset
+    if TAIL:
+        k_tail = HEAD + part * (TAIL // SPLIT) + tl.arange(0, TAIL // SPLIT)[None, None, :]
+        in_tail = k_tail < K
+        w_first_tail = tl.load(first_rows + k_tail, mask=valid_w & in_tail, other=0.0)
+        if PAIRED:
+            w_second_tail = tl.load(second_rows + k_tail, mask=valid_w & in_tail, other=0.0)
+        if NORM:
+            gain_tail = tl.load(norm_weight + k_tail, mask=in_tail, other=0.0).to(tl.float32) + norm_offset
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     values = tl.load(x_rows + k, mask=valid_x, other=0.0)
+    if TAIL:
+        tail_values = tl.load(x_rows + k_tail, mask=valid_x & in_tail, other=0.0)
     squares = tl.zeros((row.shape[0],), tl.float32)
     if NORM:
-        gain = tl.load(norm_weight + k).to(tl.float32) + norm_offset
         wide = values.to(tl.float32)
         squares += tl.sum(tl.sum(wide * wide, axis=2), axis=0)
         values = (wide * gain).to(x.dtype.element_ty)
+        if TAIL:
+            wide_tail = tail_values.to(tl.float32)
+            squares += tl.sum(tl.sum(wide_tail * wide_tail, axis=2), axis=0)
+            tail_values = (wide_tail * gain_tail).to(x.dtype.element_ty)
     nothing = tl.zeros((SPLIT, row.shape[0], first.shape[0]), tl.float32)
     acc = product(values, tl.permute(w_first, (0, 2, 1)), nothing)
     acc2 = acc
     if PAIRED:
         acc2 = product(values, tl.permute(w_second, (0, 2, 1)), nothing)
-    for start in tl.range(HEAD, K, BLOCK_K, num_stages=STAGES):
+    if TAIL:
+        acc = product(tail_values, tl.permute(w_first_tail, (0, 2, 1)), acc)
+        if PAIRED:
+            acc2 = product(tail_values, tl.permute(w_second_tail, (0, 2, 1)), acc2)
+    for start in tl.range(HEAD + TAIL, K, BLOCK_K, num_stages=STAGES):
         column = start + part * (BLOCK_K // SPLIT) + tl.arange(0, BLOCK_K // SPLIT)[None, None, :]
         inside = column < K
         value = tl.load(x_rows + column, mask=valid_x & inside, other=0.0)
@@ -242,6 +265,7 @@ def products(
     NORM: tl.constexpr,
     PAIRED: tl.constexpr,
     HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -287,6 +311,7 @@ def products(
             NORM,
             PAIRED,
             HEAD,
+            TAIL,
             BLOCK_K,
             SPLIT,
             STAGES,
@@ -325,6 +350,7 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -350,6 +376,7 @@ def linear_kernel(
         norm_weight is not None,
         GATE is not None,
         HEAD,
+        TAIL,
         BLOCK_K,
         SPLIT,
         STAGES,
@@ -406,6 +433,7 @@ def qkv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -433,6 +461,7 @@ def qkv_kernel(
         norm_weight is not None,
         True,
         HEAD,
+        TAIL,
         BLOCK_K,
         SPLIT,
         STAGES,
@@ -453,9 +482,9 @@ def qkv_kernel(
         second = second * c + first * s
         first = turned
     if head < HEADS:
-        target = q + (token[:, None] * HEADS + head) * (2 * HALF) + pair[None, :]
-        tl.store(target, first.to(q.dtype.element_ty), mask=valid)
-        tl.store(target + HALF, second.to(q.dtype.element_ty), mask=valid)
+        q_at = q + (token[:, None] * HEADS + head) * (2 * HALF) + pair[None, :]
+        tl.store(q_at, first.to(q.dtype.element_ty), mask=valid)
+        tl.store(q_at + HALF, second.to(q.dtype.element_ty), mask=valid)
     else:
         slot = tl.load(slots + token * stride_slots, mask=valid_row, other=-1).to(tl.int64)
         page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
@@ -466,27 +495,27 @@ def qkv_kernel(
             if TO_FP8:
                 first, second = saturated(first, k_scale), saturated(second, k_scale)
             place = page * stride_kp + offset * stride_ks + (head - HEADS) * stride_kh
-            target = k_cache + place[:, None] + pair[None, :]
-            tl.store(target, first.to(k_cache.dtype.element_ty), mask=valid)
-            tl.store(target + HALF, second.to(k_cache.dtype.element_ty), mask=valid)
+            k_at = k_cache + place[:, None] + pair[None, :]
+            tl.store(k_at, first.to(k_cache.dtype.element_ty), mask=valid)
+            tl.store(k_at + HALF, second.to(k_cache.dtype.element_ty), mask=valid)
         else:
             if TO_FP8:
                 first, second = saturated(first, v_scale), saturated(second, v_scale)
             place = page * stride_vp + offset * stride_vs + (head - HEADS - KV_HEADS) * stride_vh
-            target = v_cache + place[:, None] + pair[None, :]
-            tl.store(target, first.to(v_cache.dtype.element_ty), mask=valid)
-            tl.store(target + HALF, second.to(v_cache.dtype.element_ty), mask=valid)
+            v_at = v_cache + place[:, None] + pair[None, :]
+            tl.store(v_at, first.to(v_cache.dtype.element_ty), mask=valid)
+            tl.store(v_at + HALF, second.to(v_cache.dtype.element_ty), mask=valid)
 
 
-def linear(
+def rms_norm_linear(
     x: Tensor,
     weight: Tensor,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    norm_offset: float,
-    bias: Tensor | None,
-    gate: str | None,
-    residual: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    bias: Tensor | None = None,
+    gate: str | None = None,
+    residual: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """As :func:`specops.ops.rms_norm_linear`; ``tile`` overrides the choice of sizes."""
@@ -527,12 +556,12 @@ def project_qkv(
     sin: Tensor,
     slots: Tensor,
     num_heads: int,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    norm_offset: float,
-    bias: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """As :func:`specops.ops.project_qkv`; ``tile`` overrides the choice of sizes."""
@@ -586,7 +615,8 @@ def _launch(tile: Tile, device: torch.device) -> dict[str, Any]:
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "HEAD": tile.head,
-        "SPLIT": tile.num_warps if tile.block_m <= FEW_ROWS else 1,
+        "TAIL": tile.tail,
+        "SPLIT": tile.num_warps if tile.split else 1,
         "STAGES": tile.num_stages,
         "EARLY": early,
         "num_warps": tile.num_warps,

@@ -20,6 +20,7 @@ from torch import Tensor
 from specops import ops
 from specops.ops import linear as plain
 from specops.ops import triton_linear
+from specops.ops.triton_linear import Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP8 = torch.float8_e4m3fn
@@ -63,7 +64,7 @@ def exact_linear(
 
 def forms(name: str) -> list[Any]:
     """The plain form and the fused one, each by its own name."""
-    fused = {"linear": triton_linear.linear, "project_qkv": triton_linear.project_qkv}[name]
+    fused = {"linear": triton_linear.rms_norm_linear, "project_qkv": triton_linear.project_qkv}[name]
     spelled = {"linear": plain._rms_norm_linear, "project_qkv": plain._project_qkv}[name]
     return [pytest.param(spelled, id="plain"), pytest.param(fused, id="triton")]
 
@@ -189,9 +190,16 @@ def test_a_row_gives_the_same_bits_alone_and_beside_others(form: Callable[..., T
 def test_tiles_of_every_size_agree() -> None:
     x, weight = random(3, 200, dtype=torch.float32), random(32, 200, dtype=torch.float32, scale=0.07)
     wanted = exact_linear(x, weight, None, 1e-5, 0.0, None, None, None)
-    for block_m, block_n, block_k, head in ((16, 16, 16, 16), (16, 32, 64, 128), (32, 16, 8 * 4, 64)):
-        tile = triton_linear.Tile(block_m, block_n, block_k, head, 4, 2)
-        out = triton_linear.linear(x, weight, None, 1e-5, 0.0, None, None, None, tile)
+    sizes = (
+        Tile(16, 16, 64, 64, 0, 4, 2, True),
+        Tile(16, 32, 64, 128, 64, 2, 2, True),
+        Tile(16, 16, 32, 32, 256, 2, 3, True),
+        Tile(16, 32, 64, 128, num_warps=4),
+        Tile(32, 16, 32, 64, num_warps=2),
+        Tile(32, 16, 64, 64, 128, 4, 4, True),
+    )
+    for tile in sizes:
+        out = triton_linear.rms_norm_linear(x, weight, None, 1e-5, 0.0, None, None, None, tile)
         assert (out.double() - wanted).abs().max().item() < 3e-6
 
 

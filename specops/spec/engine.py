@@ -119,7 +119,7 @@ class Engine:
         )
         self._waiting: deque[Request] = deque()
         self._active: dict[int, Request] = {}
-        self._rows: tuple[list[int], Tensor] | None = None
+        self._rows: tuple[list[int], Tensor, Variant] | None = None
         heads: Any = draft.config if draft is not None else None
         vocab, width = (None, None) if heads is None else (heads.draft_vocab_size, heads.hidden_size)
         self.state = RoundState(self.pages.tensor(), vocab, width, self.dtype)
@@ -389,8 +389,8 @@ class Engine:
         return max(needed, key=VARIANTS.index)
 
     def _round(self, tell: OnTokens) -> list[Request]:
-        rows, index = self._row_index()
-        lens, emitted, margins, logprobs = self.rounds.run(index, self._variant(rows))
+        rows, index, variant = self._row_index()
+        lens, emitted, margins, logprobs = self.rounds.run(index, variant)
         self.stats.steps += 1
         self.stats.rounds += len(rows)
         self.stats.emitted += sum(lens)
@@ -398,12 +398,12 @@ class Engine:
             self._active[row].accept_lens.append(count)
         return self._hand_out(rows, _cut(emitted, lens), _cut(margins, lens), logprobs and _cut(logprobs, lens), tell)
 
-    def _row_index(self) -> tuple[list[int], Tensor]:
-        """Active rows, on the host and on the device; made anew only when the batch has changed."""
+    def _row_index(self) -> tuple[list[int], Tensor, Variant]:
+        """Active rows, on the host and on the device, and what serves them; made anew only when the batch has changed."""
         rows = list(self._active)
         if self._rows is None or self._rows[0] != rows:
             self.pages.tensor()
-            self._rows = rows, torch.tensor(rows, device=self.device)
+            self._rows = rows, torch.tensor(rows, device=self.device), self._variant(rows)
         return self._rows
 
     def _hand_out(

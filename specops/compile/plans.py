@@ -8,13 +8,14 @@ pay for it: ``update`` copies the lengths to the host, which waits for the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from specops.kv_cache import PagedLatentCache
 from specops.layout import QueryLayout
-from specops.ops.backends import get_backend
+from specops.ops.backends import Family, get_backend
 from specops.ops.planning import Plan, make_plan
 
 
@@ -22,10 +23,10 @@ class StepPlan(Protocol):
     """The plan of one batch size.
 
     Attributes:
-        handle: the step's argument ``plan``; the same tensor for as long as the plan lives.
+        handle: the step's argument ``plan``: a tensor, or several in a tuple; the same ones for as long as the plan lives.
     """
 
-    handle: Tensor
+    handle: Any
 
     def update(self, fields: Mapping[str, Tensor]) -> None:
         """Schedule a run over ``fields``, padded as the step gets them."""
@@ -67,16 +68,24 @@ def attention_plan(backend: str, family: Any, layout: QueryLayout, page_size: in
     return make
 
 
-def planned_backend(model: nn.Module, family: Any) -> str | None:
+def planned_backend(model: nn.Module, family: Family) -> str | None:
     """The planned backend that the model's attention layers name, None if they name none.
+
+    The layers are those of ``model.attention_layers()``, or else all submodules with a ``backend`` by name.
 
     Raises:
         ValueError: they name several: one step has one plan.
     """
     list_layers = getattr(model, "attention_layers", None)
-    layers: Sequence[Any] = list_layers() if callable(list_layers) else ()
-    names = {layer.backend for layer in layers} - {"auto"}
+    layers = list_layers() if callable(list_layers) else model.modules()
+    names = {name for name in (getattr(layer, "backend", None) for layer in layers) if isinstance(name, str)} - {"auto"}
     planned = sorted(name for name in names if get_backend(name, family).plan is not None)
     if len(planned) > 1:
         raise ValueError(f"a step has one plan, and its layers name the planned backends {', '.join(planned)}")
     return planned[0] if planned else None
+
+
+def family_of(model: nn.Module) -> Family:
+    """``"mla"`` for a model whose caches hold latents, else ``"mha"``."""
+    caches = list(getattr(model, "caches", None) or ())
+    return "mla" if caches and isinstance(caches[0], PagedLatentCache) else "mha"

@@ -16,6 +16,7 @@ from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
 from specops.metadata import attention_metadata
 from specops.spec.config import SpecConfig
+from specops.spec.plans import RoundHandles
 
 
 class DraftStep(nn.Module):
@@ -28,7 +29,13 @@ class DraftStep(nn.Module):
         self.config = config
 
     def forward(
-        self, root_tokens: Tensor, next_token_logits: Tensor, hidden_states: Tensor, seq_lens: Tensor, page_table: Tensor
+        self,
+        root_tokens: Tensor,
+        next_token_logits: Tensor,
+        hidden_states: Tensor,
+        seq_lens: Tensor,
+        page_table: Tensor,
+        plan: RoundHandles | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
         Args:
@@ -37,16 +44,23 @@ class DraftStep(nn.Module):
             hidden_states: ``[B, H]``, the draft's hidden state that gave those logits.
             seq_lens: ``[B]`` int32, committed keys; 0 for padded requests.
             page_table: ``[B, max_pages]`` int32.
+            plan: as of a planned backend.
 
         Returns:
             tokens, parents, depths: ``[B, n]`` int64; tree_mask ``[B * n, n]`` bool. See :func:`specops.ops.build_tree`.
         """
-        scored = self.candidates(root_tokens, next_token_logits, hidden_states, seq_lens, page_table)
+        scored = self.candidates(root_tokens, next_token_logits, hidden_states, seq_lens, page_table, plan)
         tree = ops.build_tree(root_tokens, *scored, num_draft_tokens=self.config.width, num_steps=self.config.num_steps)
         return tree[:4]
 
     def candidates(
-        self, root_tokens: Tensor, next_token_logits: Tensor, hidden_states: Tensor, seq_lens: Tensor, page_table: Tensor
+        self,
+        root_tokens: Tensor,
+        next_token_logits: Tensor,
+        hidden_states: Tensor,
+        seq_lens: Tensor,
+        page_table: Tensor,
+        plan: RoundHandles | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Every drafted node, of which the tree keeps the best; arguments as for :meth:`forward`.
 
@@ -66,7 +80,8 @@ class DraftStep(nn.Module):
         own = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, topk, topk)
         for level in range(1, self.config.num_steps):
             sees = torch.cat((ancestors, own), dim=2)
-            hidden = self._level(tokens, hidden, seq_lens, page_table, sees, level)
+            handle = None if plan is None or plan.draft is None else plan.draft[level - 1]
+            hidden = self._level(tokens, hidden, seq_lens, page_table, sees, level, handle)
             step_scores, children = self._best(self.draft.compute_logits(hidden), topk)  # type: ignore[operator]
             path_scores = (scores.reshape(-1, 1) + step_scores).reshape(batch, topk * topk)
             children = children.reshape(batch, topk * topk)
@@ -90,7 +105,14 @@ class DraftStep(nn.Module):
         return scores, self.draft.to_target_ids(draft_ids)  # type: ignore[operator]
 
     def _level(
-        self, tokens: Tensor, hidden: Tensor, seq_lens: Tensor, page_table: Tensor, sees: Tensor, level: int
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        seq_lens: Tensor,
+        page_table: Tensor,
+        sees: Tensor,
+        level: int,
+        handle: Tensor | None,
     ) -> Tensor:
         """Hidden states ``[B * topk, H]`` of the nodes of one level."""
         topk = self.config.topk
@@ -100,7 +122,8 @@ class DraftStep(nn.Module):
         if topk > 1:
             mask = sees.reshape(-1, width)
             depths = torch.full((tokens.numel(),), level - 1, dtype=torch.int64, device=tokens.device)
-        meta = attention_metadata(page_table, lens, QueryLayout.uniform(topk), self.page_size, depths=depths, tree_mask=mask)
+        layout = QueryLayout.uniform(topk)
+        meta = attention_metadata(page_table, lens, layout, self.page_size, depths=depths, tree_mask=mask, plan=handle)
         result: Tensor = self.draft(tokens.reshape(-1), hidden.reshape(tokens.numel(), -1), meta)
         return result
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from specops.batch import Field, FieldTable
 from specops.compile.draft_extend import DraftExtendStep
 from specops.spec.draft import DraftStep
+from specops.spec.plans import RoundHandles
 from specops.spec.verify import DecodeStep, VerifyStep
 
 
@@ -74,10 +75,11 @@ class RoundStep(nn.Module):
         self.draft, self.verify, self.extend, self.state = draft, verify, extend, state
         self.width = extend.tokens_per_request
 
-    def forward(self, rows: Tensor) -> tuple[Tensor]:
+    def forward(self, rows: Tensor, plan: RoundHandles | None = None) -> tuple[Tensor]:
         """
         Args:
             rows: ``[B]`` int64 rows of the state.
+            plan: as of planned backends.
 
         Returns:
             ``[B, 1 + 2 n]`` int32 for the host, ``[B, 1 + 3 n]`` from a sampling step: see :func:`pack`.
@@ -85,13 +87,15 @@ class RoundStep(nn.Module):
         state, width = self.state, self.width
         table, committed = state.page_table[rows], state.seq_lens[rows]
         tokens, parents, depths, mask = self.draft(
-            state.root_tokens[rows], state.next_token_logits[rows], state.hidden_states[rows], committed, table
+            state.root_tokens[rows], state.next_token_logits[rows], state.hidden_states[rows], committed, table, plan
         )
         lens = torch.where(committed > 0, committed + width, 0)
         accept_lens, accept_tokens, hidden, *scores = self.verify(
-            tokens, parents, depths, mask.reshape(-1, width, width), lens, table, rows
+            tokens, parents, depths, mask.reshape(-1, width, width), lens, table, rows, plan
         )
-        logits, carried = self.extend(accept_tokens, hidden.reshape(-1, width, hidden.shape[1]), lens, accept_lens, table)
+        handle = None if plan is None else plan.extend
+        handed_on = hidden.reshape(-1, width, hidden.shape[1])
+        logits, carried = self.extend(accept_tokens, handed_on, lens, accept_lens, table, handle)
         state.next_token_logits.index_put_((rows,), logits)
         state.hidden_states.index_put_((rows,), carried)
         roots = accept_tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0]
@@ -106,12 +110,12 @@ class DecodeRound(nn.Module):
         super().__init__()
         self.decode, self.state = decode, state
 
-    def forward(self, rows: Tensor) -> tuple[Tensor]:
+    def forward(self, rows: Tensor, plan: RoundHandles | None = None) -> tuple[Tensor]:
         """As :class:`RoundStep`, with ``n = 1``."""
         state = self.state
         committed = state.seq_lens[rows]
         lens = torch.where(committed > 0, committed + 1, 0)
-        tokens, *scores = self.decode(state.root_tokens[rows][:, None], lens, state.page_table[rows], rows)
+        tokens, *scores = self.decode(state.root_tokens[rows][:, None], lens, state.page_table[rows], rows, plan)
         ones = torch.ones_like(committed)
         state.advance(rows, committed, ones, tokens)
         return (pack(ones, tokens[:, None], *(score[:, None] for score in scores)),)

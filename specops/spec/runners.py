@@ -15,7 +15,7 @@ a request first needs them, or when they are announced to ``warm_up``. All share
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from specops.compile.draft_extend import DraftExtendRunner, DraftExtendStep, dra
 from specops.compile.step_runner import Progress, StepRunner
 from specops.spec.config import SpecConfig
 from specops.spec.draft import DraftStep, draft_fields
+from specops.spec.plans import round_calls, round_plans, tell_of_host_plans
 from specops.spec.round import DecodeRound, RoundResult, RoundState, RoundStep, pack, round_fields, unpack
 from specops.spec.sampling import Sampler, SamplingParams
 from specops.spec.verify import DecodeStep, VerifyStep, verify_fields
@@ -86,6 +87,12 @@ class RoundRunners:
         self._main: dict[Variant, StepRunner] = {}
         self._last: tuple[StepRunner, Tensor] | None = None
         self._drafting = None if draft is None else DraftStep(draft, page_size, config)
+        self._calls = round_calls(target, draft, config)
+        tell_of_host_plans(self._calls.all)
+        if self.split:
+            self._plan = round_plans(self._calls.verifying(), self._verified_state, page_size)
+        else:
+            self._plan = round_plans(self._calls, self._round_state, page_size)
         if self.split:
             self._build_split()
         self.build("greedy")
@@ -111,7 +118,9 @@ class RoundRunners:
         name = name if variant == "greedy" else f"{name}_{variant}"
         # One memory pool: replays of two variants never overlap, and outputs are copied out.
         pool = self._main["greedy"].pool if self._main else None
-        self._main[variant] = self.runners[name] = StepRunner(step, table, name=name, pool=pool, **self.options)
+        self._main[variant] = self.runners[name] = StepRunner(
+            step, table, name=name, pool=pool, plan=self._plan, **self.options
+        )
         return self._main[variant]
 
     def warm_up(self, variants: Collection[Variant], progress: Progress | None = None) -> None:
@@ -147,12 +156,23 @@ class RoundRunners:
         self.clock(self._main["greedy"].name, started)
         return result
 
+    def _round_state(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Page tables and committed lengths that a round over ``fields`` will read."""
+        rows = fields["rows"]
+        return self.state.page_table[rows], self.state.seq_lens[rows]
+
+    def _verified_state(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The same of a verify step, whose lengths include the tree's nodes."""
+        lens = fields["seq_lens"]
+        return fields["page_table"], torch.where(lens > 0, lens - self.config.width, 0)
+
     def _build_split(self) -> None:
         draft: Any = self.draft
         dtype = self.state.hidden_states.dtype
         table = draft_fields(draft.config.draft_vocab_size, draft.config.hidden_size, self.max_pages, dtype)
         assert self._drafting is not None
-        self.runners["draft"] = StepRunner(self._drafting, table, name="draft", **self.options)
+        plan = round_plans(self._calls.drafting(), lambda fields: (fields["page_table"], fields["seq_lens"]), self.page_size)
+        self.runners["draft"] = StepRunner(self._drafting, table, name="draft", plan=plan, **self.options)
         if self.config.draft_extend == "v2":
             options = {name: value for name, value in self.options.items() if name != "device"}
             self.runners["draft_extend"] = DraftExtendRunner(

@@ -17,6 +17,7 @@ from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
 from specops.metadata import AttentionMetadata, attention_metadata, slots_of
 from specops.spec.config import SpecConfig
+from specops.spec.plans import RoundHandles
 from specops.spec.sampling import Sampler
 
 
@@ -53,6 +54,7 @@ class VerifyStep(nn.Module):
         seq_lens: Tensor,
         page_table: Tensor,
         rows: Tensor | None = None,
+        plan: RoundHandles | None = None,
     ) -> tuple[Tensor, ...]:
         """
         Args:
@@ -61,6 +63,7 @@ class VerifyStep(nn.Module):
             seq_lens: ``[B]`` int32, keys including the ``n`` nodes; 0 for padded requests.
             page_table: ``[B, max_pages]`` int32.
             rows: ``[B]`` int64, the requests' rows in the sampler; None without one.
+            plan: as of a planned backend.
 
         Returns:
             accept_lens: ``[B]`` int32, tokens emitted, 1 to ``num_steps + 1``.
@@ -71,7 +74,7 @@ class VerifyStep(nn.Module):
         """
         batch, width = tokens.shape
         chain = self.config.topk == 1
-        hidden, handed_on = self.run_tree(tokens, depths, tree_mask, seq_lens, page_table)
+        hidden, handed_on = self.run_tree(tokens, depths, tree_mask, seq_lens, page_table, plan)
         logits = self.target.compute_logits(hidden)  # type: ignore[operator]
         best = logits.topk(2, dim=1)
         likeliest = best.indices[:, 0].reshape(batch, width)
@@ -98,7 +101,13 @@ class VerifyStep(nn.Module):
         return (*result, _logprobs(logits.view(batch, width, -1), places, emitted))
 
     def run_tree(
-        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, seq_lens: Tensor, page_table: Tensor
+        self,
+        tokens: Tensor,
+        depths: Tensor,
+        tree_mask: Tensor,
+        seq_lens: Tensor,
+        page_table: Tensor,
+        plan: RoundHandles | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Both results of :func:`run_target` over the nodes, ``[B * n, H]``; arguments as for :meth:`forward`."""
         width, chain = tokens.shape[1], self.config.topk == 1
@@ -110,6 +119,7 @@ class VerifyStep(nn.Module):
             # A chain's mask is plain causality, which every backend has.
             depths=None if chain else depths.reshape(-1),
             tree_mask=None if chain else tree_mask.reshape(-1, width),
+            plan=None if plan is None else plan.verify,
         )
         return run_target(self.target, tokens.reshape(-1), meta, self.aux_layers)
 
@@ -163,20 +173,26 @@ class DecodeStep(nn.Module):
         self.ranks = ranks
 
     def forward(
-        self, tokens: Tensor, seq_lens: Tensor, page_table: Tensor, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        seq_lens: Tensor,
+        page_table: Tensor,
+        rows: Tensor | None = None,
+        plan: RoundHandles | None = None,
     ) -> tuple[Tensor, ...]:
         """
         Args:
             tokens: ``[B, 1]`` int64.
             seq_lens: ``[B]`` int32, keys including this token.
             page_table: ``[B, max_pages]`` int32.
-            rows: as for :class:`VerifyStep`.
+            rows, plan: as for :class:`VerifyStep`.
 
         Returns:
             ``[B]`` int64 next tokens, ``[B]`` float32 gaps between the two best logits, and with a sampler ``[B]``
             float32 log-probabilities.
         """
-        meta = attention_metadata(page_table, seq_lens, QueryLayout.uniform(1), self.page_size)
+        handle = None if plan is None else plan.verify
+        meta = attention_metadata(page_table, seq_lens, QueryLayout.uniform(1), self.page_size, plan=handle)
         hidden = self.target(tokens.reshape(-1), meta)
         logits = self.target.compute_logits(hidden)  # type: ignore[operator]
         return choose_next(logits, seq_lens, self.sampler, rows, self.ranks)

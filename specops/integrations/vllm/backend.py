@@ -6,6 +6,7 @@ Nothing is copied but the result: specops' attention returns a fresh tensor, vLL
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from specops.integrations.vllm import version_warning, vllm_version
 from specops.integrations.vllm.mapping import CACHE_DTYPES, cache_views, graph_safe, layout_of, refusals
 from specops.integrations.vllm.worker import COUNTS
 from specops.layout import QueryLayout
+from specops.ops.attention_checks import mha_op
 from specops.ops.backends import device_kind
 from specops.ops.capabilities import FLOATS, FP8
 
@@ -179,6 +181,9 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
         self.window = sliding_window
         self.softcap = logits_soft_cap or None
         self.sinks = sinks
+        # By layout: what mha would check and choose is the same in every step of an engine, so it is done in the first.
+        self._ops: dict[str, Callable[..., Tensor]] = {}
+        self._views: tuple[Tensor, Tensor, Tensor] | None = None
         config = get_current_vllm_config()
         self.backend = _options(config)
         given = (("window", sliding_window), ("softcap", self.softcap), ("sinks", sinks))
@@ -210,10 +215,12 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store the new keys and values ``[T, Hkv, D]``; tokens behind ``slot_mapping``'s end, and slots of -1, are not."""
         COUNTS["stored"] += 1
-        k_cache, v_cache = cache_views(kv_cache, self.head_size, self.kv_cache_dtype)
+        k_cache, v_cache = self._pages(kv_cache)
         k_scale, v_scale = self._scales(layer)
         count = slot_mapping.shape[0]
-        ops.store_kv(k_cache, v_cache, key[:count], value[:count], slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        if count < key.shape[0]:
+            key, value = key[:count], value[:count]
+        ops.store_kv(k_cache, v_cache, key, value, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
     def forward(
         self,
@@ -237,24 +244,24 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
             return output.fill_(0)
         layout, count = attn_metadata.layout, attn_metadata.num_actual_tokens
         COUNTS[layout.kind] += 1
-        k_cache, v_cache = cache_views(kv_cache, self.head_size, self.kv_cache_dtype)
+        k_cache, v_cache = self._pages(kv_cache)
         k_scale, v_scale = self._scales(layer)
-        output[:count] = ops.mha(
-            query[:count],
-            k_cache,
-            v_cache,
-            attn_metadata.block_table,
-            attn_metadata.seq_lens,
-            layout=layout,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            backend=self.backend,
-        )
+        rows, filled = (query, output) if count == query.shape[0] else (query[:count], output[:count])
+        table, lens = attn_metadata.block_table, attn_metadata.seq_lens
+        features = (self.window, self.softcap, self.sinks, None, k_scale, v_scale)
+        op = self._ops.get(layout.kind)
+        if op is None:
+            op = mha_op(rows, k_cache, v_cache, table, lens, layout, *features, self.backend)
+            self._ops[layout.kind] = op
+        start, width = layout.query_start, layout.max_query_len
+        filled.copy_(op(rows, k_cache, v_cache, table, lens, start, width, self.scale, *features))
         return output
+
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The cache's views, made once for a cache."""
+        if self._views is None or self._views[0] is not kv_cache:
+            self._views = (kv_cache, *cache_views(kv_cache, self.head_size, self.kv_cache_dtype))
+        return self._views[1], self._views[2]
 
     def _scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
         if CACHE_DTYPES[self.kv_cache_dtype] is not FP8:

@@ -94,8 +94,7 @@ def products_of_many(
     weight,
     row,
     valid_row,
-    first,
-    second,
+    n,
     valid_n,
     stride_x,
     stride_w,
@@ -103,26 +102,21 @@ def products_of_many(
     norm_offset,
     K: tl.constexpr,
     NORM: tl.constexpr,
-    PAIRED: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Rows ``row`` of x, normed if NORM, times weight rows ``first`` and, if PAIRED, ``second``: two float32 tiles."""
+    """Rows ``row`` of x, normed if NORM, times weight rows ``n``: ``[rows, columns]`` float32."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, HEAD)
-    first_rows = weight + first.to(tl.int64)[:, None] * stride_w
-    second_rows = weight + second.to(tl.int64)[:, None] * stride_w
+    w_rows = weight + n.to(tl.int64)[:, None] * stride_w
     x_rows = x + row.to(tl.int64)[:, None] * stride_x
-    w_first = tl.load(first_rows + k[None, :], mask=valid_n[:, None], other=0.0)
-    w_second = w_first
-    if PAIRED:
-        w_second = tl.load(second_rows + k[None, :], mask=valid_n[:, None], other=0.0)
-    gain = tl.zeros((HEAD,), tl.float32)
+    w_head = tl.load(w_rows + k[None, :], mask=valid_n[:, None], other=0.0)
     if NORM:
         gain = tl.load(norm_weight + k).to(tl.float32) + norm_offset
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     values = tl.load(x_rows + k[None, :], mask=valid_row[:, None], other=0.0)
     squares = tl.zeros((row.shape[0],), tl.float32)
@@ -130,30 +124,22 @@ def products_of_many(
         wide = values.to(tl.float32)
         squares += tl.sum(wide * wide, axis=1)
         values = (wide * gain[None, :]).to(x.dtype.element_ty)
-    acc = product(values, tl.trans(w_first), tl.zeros((row.shape[0], first.shape[0]), tl.float32))
-    acc2 = acc
-    if PAIRED:
-        acc2 = product(values, tl.trans(w_second), tl.zeros((row.shape[0], first.shape[0]), tl.float32))
+    acc = product(values, tl.trans(w_head), tl.zeros((row.shape[0], n.shape[0]), tl.float32))
     step = tl.arange(0, BLOCK_K)
     for start in tl.range(HEAD, K, BLOCK_K, num_stages=STAGES):
         column = start + step
         inside = column < K
         part = tl.load(x_rows + column[None, :], mask=valid_row[:, None] & inside[None, :], other=0.0)
-        w_part = tl.load(first_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
+        w_part = tl.load(w_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
         if NORM:
             wide_part = part.to(tl.float32)
             squares += tl.sum(wide_part * wide_part, axis=1)
             gain_part = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32) + norm_offset
             part = (wide_part * gain_part[None, :]).to(x.dtype.element_ty)
         acc = product(part, tl.trans(w_part), acc)
-        if PAIRED:
-            w_part2 = tl.load(second_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
-            acc2 = product(part, tl.trans(w_part2), acc2)
     if NORM:
-        scale = tl.rsqrt(squares / K + norm_eps)
-        acc *= scale[:, None]
-        acc2 *= scale[:, None]
-    return acc, acc2
+        acc *= tl.rsqrt(squares / K + norm_eps)[:, None]
+    return acc
 
 
 @triton.jit
@@ -163,8 +149,7 @@ def products_of_few(
     weight,
     row,
     valid_row,
-    first,
-    second,
+    n,
     valid_n,
     stride_x,
     stride_w,
@@ -172,7 +157,6 @@ def products_of_few(
     norm_offset,
     K: tl.constexpr,
     NORM: tl.constexpr,
-    PAIRED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -182,69 +166,55 @@ def products_of_few(
 ):
     """As :func:`products_of_many`, with the columns of a step dealt out to SPLIT groups: a batched product gives each warp
     its own columns, where one product of 16 rows would have every warp hold all of them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.arange(0, SPLIT)[:, None, None]
     k = part * (HEAD // SPLIT) + tl.arange(0, HEAD // SPLIT)[None, None, :]
-    first_rows = weight + first.to(tl.int64)[None, :, None] * stride_w
-    second_rows = weight + second.to(tl.int64)[None, :, None] * stride_w
+    w_rows = weight + n.to(tl.int64)[None, :, None] * stride_w
     x_rows = x + row.to(tl.int64)[None, :, None] * stride_x
     valid_w, valid_x = valid_n[None, :, None], valid_row[None, :, None]
-    w_first = tl.load(first_rows + k, mask=valid_w, other=0.0)
-    if PAIRED:
-        w_second = tl.load(second_rows + k, mask=valid_w, other=0.0)
+    w_head = tl.load(w_rows + k, mask=valid_w, other=0.0)
     if NORM:
         gain = tl.load(norm_weight + k).to(tl.float32) + norm_offset
     if TAIL:
         k_tail = HEAD + part * (TAIL // SPLIT) + tl.arange(0, TAIL // SPLIT)[None, None, :]
         in_tail = k_tail < K
-        w_first_tail = tl.load(first_rows + k_tail, mask=valid_w & in_tail, other=0.0)
-        if PAIRED:
-            w_second_tail = tl.load(second_rows + k_tail, mask=valid_w & in_tail, other=0.0)
+        w_tail = tl.load(w_rows + k_tail, mask=valid_w & in_tail, other=0.0)
         if NORM:
             gain_tail = tl.load(norm_weight + k_tail, mask=in_tail, other=0.0).to(tl.float32) + norm_offset
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     values = tl.load(x_rows + k, mask=valid_x, other=0.0)
     if TAIL:
         tail_values = tl.load(x_rows + k_tail, mask=valid_x & in_tail, other=0.0)
-    squares = tl.zeros((row.shape[0],), tl.float32)
+    squares = tl.zeros((SPLIT, row.shape[0]), tl.float32)
     if NORM:
         wide = values.to(tl.float32)
-        squares += tl.sum(tl.sum(wide * wide, axis=2), axis=0)
+        squares += tl.sum(wide * wide, axis=2)
         values = (wide * gain).to(x.dtype.element_ty)
         if TAIL:
             wide_tail = tail_values.to(tl.float32)
-            squares += tl.sum(tl.sum(wide_tail * wide_tail, axis=2), axis=0)
+            squares += tl.sum(wide_tail * wide_tail, axis=2)
             tail_values = (wide_tail * gain_tail).to(x.dtype.element_ty)
-    nothing = tl.zeros((SPLIT, row.shape[0], first.shape[0]), tl.float32)
-    acc = product(values, tl.permute(w_first, (0, 2, 1)), nothing)
-    acc2 = acc
-    if PAIRED:
-        acc2 = product(values, tl.permute(w_second, (0, 2, 1)), nothing)
+    nothing = tl.zeros((SPLIT, row.shape[0], n.shape[0]), tl.float32)
+    acc = product(values, tl.permute(w_head, (0, 2, 1)), nothing)
     if TAIL:
-        acc = product(tail_values, tl.permute(w_first_tail, (0, 2, 1)), acc)
-        if PAIRED:
-            acc2 = product(tail_values, tl.permute(w_second_tail, (0, 2, 1)), acc2)
+        acc = product(tail_values, tl.permute(w_tail, (0, 2, 1)), acc)
     for start in tl.range(HEAD + TAIL, K, BLOCK_K, num_stages=STAGES):
         column = start + part * (BLOCK_K // SPLIT) + tl.arange(0, BLOCK_K // SPLIT)[None, None, :]
         inside = column < K
         value = tl.load(x_rows + column, mask=valid_x & inside, other=0.0)
-        w_part = tl.load(first_rows + column, mask=valid_w & inside, other=0.0)
+        w_part = tl.load(w_rows + column, mask=valid_w & inside, other=0.0)
         if NORM:
             wide_part = value.to(tl.float32)
-            squares += tl.sum(tl.sum(wide_part * wide_part, axis=2), axis=0)
+            squares += tl.sum(wide_part * wide_part, axis=2)
             gain_part = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32) + norm_offset
             value = (wide_part * gain_part).to(x.dtype.element_ty)
         acc = product(value, tl.permute(w_part, (0, 2, 1)), acc)
-        if PAIRED:
-            w_part2 = tl.load(second_rows + column, mask=valid_w & inside, other=0.0)
-            acc2 = product(value, tl.permute(w_part2, (0, 2, 1)), acc2)
-    total, total2 = tl.sum(acc, axis=0), tl.sum(acc2, axis=0)
+    total = tl.sum(acc, axis=0)
     if NORM:
-        scale = tl.rsqrt(squares / K + norm_eps)
-        total *= scale[:, None]
-        total2 *= scale[:, None]
-    return total, total2
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / K + norm_eps)[:, None]
+    return total
 
 
 @triton.jit
@@ -254,8 +224,7 @@ def products(
     weight,
     row,
     valid_row,
-    first,
-    second,
+    n,
     valid_n,
     stride_x,
     stride_w,
@@ -263,7 +232,6 @@ def products(
     norm_offset,
     K: tl.constexpr,
     NORM: tl.constexpr,
-    PAIRED: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -272,14 +240,13 @@ def products(
     EARLY: tl.constexpr,
 ):
     if SPLIT == 1:
-        acc, acc2 = products_of_many(
+        acc = products_of_many(
             x,
             norm_weight,
             weight,
             row,
             valid_row,
-            first,
-            second,
+            n,
             valid_n,
             stride_x,
             stride_w,
@@ -287,21 +254,19 @@ def products(
             norm_offset,
             K,
             NORM,
-            PAIRED,
             HEAD,
             BLOCK_K,
             STAGES,
             EARLY,
         )
     else:
-        acc, acc2 = products_of_few(
+        acc = products_of_few(
             x,
             norm_weight,
             weight,
             row,
             valid_row,
-            first,
-            second,
+            n,
             valid_n,
             stride_x,
             stride_w,
@@ -309,7 +274,6 @@ def products(
             norm_offset,
             K,
             NORM,
-            PAIRED,
             HEAD,
             TAIL,
             BLOCK_K,
@@ -317,7 +281,21 @@ def products(
             STAGES,
             EARLY,
         )
-    return acc, acc2
+    return acc
+
+
+@triton.jit
+def paired_rows(start, size, apart, BLOCK_N: tl.constexpr):
+    """Weight rows of ``BLOCK_N`` outputs of two sets: from ``start`` on, then the same ``apart`` further."""
+    index = tl.arange(0, 2 * BLOCK_N)
+    within = start + index % BLOCK_N
+    return within + index // BLOCK_N * apart, within < size
+
+
+@triton.jit
+def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The two ``[BLOCK_M, BLOCK_N]`` tiles of a product with :func:`paired_rows`."""
+    return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
 
 
 @triton.jit
@@ -356,17 +334,20 @@ def linear_kernel(
     EARLY: tl.constexpr,
 ):
     """``act(norm(x) @ gate.T + bias) * (norm(x) @ up.T + bias)``, or one product, plus the residual."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid_n, valid_row = n < N, row < num_rows
-    acc, acc2 = products(
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid_column, valid_row = column < N, row < num_rows
+    if GATE is None:
+        n, valid_n = column, valid_column
+    else:
+        n, valid_n = paired_rows(tl.program_id(0) * BLOCK_N, N, N, BLOCK_N)
+    acc = products(
         x,
         norm_weight,
         weight,
         row,
         valid_row,
         n,
-        n + N,
         valid_n,
         stride_x,
         stride_w,
@@ -374,7 +355,6 @@ def linear_kernel(
         norm_offset,
         K,
         norm_weight is not None,
-        GATE is not None,
         HEAD,
         TAIL,
         BLOCK_K,
@@ -385,13 +365,13 @@ def linear_kernel(
     if bias is not None:
         acc += tl.load(bias + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
     if GATE is not None:
-        if bias is not None:
-            acc2 += tl.load(bias + N + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
-        acc = activation(acc, GATE) * acc2
-    valid = valid_row[:, None] & valid_n[None, :]
+        gate, up = halves(acc, BLOCK_M, BLOCK_N)
+        acc = activation(gate, GATE) * up
+    valid = valid_row[:, None] & valid_column[None, :]
+    token = row.to(tl.int64)
     if residual is not None:
-        acc += tl.load(residual + row.to(tl.int64)[:, None] * stride_r + n[None, :], mask=valid, other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=valid)
+        acc += tl.load(residual + token[:, None] * stride_r + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + token[:, None] * N + column[None, :], acc.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -442,16 +422,16 @@ def qkv_kernel(
     head = tl.program_id(0) // BLOCKS
     pair = (tl.program_id(0) % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid_n, valid_row = pair < HALF, row < num_rows
-    n = head * (2 * HALF) + pair
-    first, second = products(
+    valid_pair, valid_row = pair < HALF, row < num_rows
+    n, valid_n = paired_rows((tl.program_id(0) % BLOCKS) * BLOCK_N, HALF, HALF, BLOCK_N)
+    n += head * (2 * HALF)
+    acc = products(
         x,
         norm_weight,
         weight,
         row,
         valid_row,
         n,
-        n + HALF,
         valid_n,
         stride_x,
         stride_w,
@@ -459,7 +439,6 @@ def qkv_kernel(
         norm_offset,
         K,
         norm_weight is not None,
-        True,
         HEAD,
         TAIL,
         BLOCK_K,
@@ -468,9 +447,9 @@ def qkv_kernel(
         EARLY,
     )
     if bias is not None:
-        first += tl.load(bias + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
-        second += tl.load(bias + n + HALF, mask=valid_n, other=0.0).to(tl.float32)[None, :]
-    valid = valid_row[:, None] & valid_n[None, :]
+        acc += tl.load(bias + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
+    first, second = halves(acc, BLOCK_M, BLOCK_N)
+    valid = valid_row[:, None] & valid_pair[None, :]
     token = row.to(tl.int64)
     if head < HEADS + KV_HEADS:
         c = tl.load(cos + token[:, None] * stride_cos + pair[None, :], mask=valid, other=0.0).to(tl.float32)

@@ -701,5 +701,63 @@ int specops_stack(const Block *blocks, long count, char *streams, const Attentio
   return 0;
 }
 
+/* The likeliest tokens -------------------------------------------------------------------------------------------- */
+
+INLINE int above(float x, float y) { return x > y || (x != x && y == y); } /* NaN is the largest, as for torch.topk */
+
+INLINE void rank_row(const void *logits, long V, long k, int half, int logprobs, float *values, int64_t *tokens) {
+  float block[8 * VL];
+  long found = 0;
+  for (long i = 0; i < V; i += 8 * VL) {
+    const long count = V - i < 8 * VL ? V - i : 8 * VL;
+    const float *part = block;
+    if (!half) part = (const float *)logits + i;
+    else
+      for (long j = 0; j < count; j++) block[j] = get(logits, i + j, 1);
+    if (found == k && count == 8 * VL) {
+      vi rest = (vi){0} == (vi){0};
+      for (int j = 0; j < 8; j++) rest &= *(const vfu *)(part + j * VL) <= splat(values[k - 1]);
+      int32_t all = -1;
+      for (int j = 0; j < VL; j++) all &= rest[j];
+      if (all) continue;
+    }
+    for (long j = 0; j < count; j++) {
+      if (found == k && !above(part[j], values[k - 1])) continue;
+      long place = found < k ? found++ : k - 1;
+      for (; place > 0 && above(part[j], values[place - 1]); place--)
+        values[place] = values[place - 1], tokens[place] = tokens[place - 1];
+      values[place] = part[j], tokens[place] = i + j;
+    }
+  }
+  if (!logprobs) return;
+  const float top = values[0];
+  vf total = {0};
+  float rest = 0;
+  long i = 0;
+  if (top > -INFINITY && top < INFINITY) {
+    for (; i + VL <= V; i += VL) {
+      vf x;
+      if (half)
+        for (int j = 0; j < VL; j++) x[j] = get(logits, i + j, 1);
+      else x = *(const vfu *)((const float *)logits + i);
+      total += exp_of(x - splat(top));
+    }
+    for (; i < V; i++) rest += expf(get(logits, i, half) - top);
+  }
+  const float norm = top + logf(sum_of(total) + rest);
+  for (long j = 0; j < k; j++) values[j] -= norm;
+}
+
+/* The k largest of each row of logits [R, V], largest first, the least token among equals; with logprobs less the row's
+ * logsumexp. values [R, k] float32, tokens [R, k]. */
+void specops_top_tokens(const void *logits, long R, long V, long k, int half, int logprobs, float *values, int64_t *tokens,
+                        int threads) {
+#pragma omp parallel for num_threads(team(R > 1 ? R * V : 0, threads)) schedule(static)
+  for (long r = 0; r < R; r++) {
+    if (half) rank_row((const uint16_t *)logits + r * V, V, k, 1, logprobs, values + r * k, tokens + r * k);
+    else rank_row((const float *)logits + r * V, V, k, 0, logprobs, values + r * k, tokens + r * k);
+  }
+}
+
 /* Changes whenever a signature or a struct above does. */
-int specops_native_version(void) { return 2; }
+int specops_native_version(void) { return 3; }

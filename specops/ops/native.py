@@ -34,7 +34,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.c")
 # Must be what specops_native_version() returns.
-VERSION = 2
+VERSION = 3
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 COMPILERS = ("gcc", "cc", "clang")
 COMPILE_SECONDS = 120
@@ -42,6 +42,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Sizes that native.c reserves room for.
 MAX_DIM = 256
 MAX_GROUP = 64
+# More are found by PyTorch's topk: the kernel keeps its finds sorted as it goes.
+MAX_RANKS = 32
 
 _lock = threading.Lock()
 _disabled = 0
@@ -111,6 +113,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def top_tokens(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor] | None:
+    """As :func:`specops.ops.top_tokens`, the least token first among equals; None where the kernel does not serve it."""
+    lib = library()
+    if lib is None or k > MAX_RANKS or logits.dtype not in DTYPES or not usable(logits):
+        return None
+    logits = logits.contiguous()
+    rows, vocab = logits.shape
+    values = torch.empty((rows, k), dtype=torch.float32, device="cpu")
+    tokens = torch.empty((rows, k), dtype=torch.int64, device="cpu")
+    lib.specops_top_tokens(
+        logits.data_ptr(),
+        rows,
+        vocab,
+        k,
+        logits.dtype == torch.bfloat16,
+        logprobs,
+        values.data_ptr(),
+        tokens.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return values, tokens
+
+
 class Layer(ctypes.Structure):
     """Weights and sizes of a decoder layer, as ``native.c`` reads them."""
 
@@ -161,6 +186,7 @@ _SIGNATURES = {
     "specops_layer_in": (None, (_POINTER, _POINTER, _LONG, *[_POINTER] * 7, _LONG, _POINTER, _INT)),
     "specops_layer_out": (None, (*[_POINTER] * 4, _LONG, _POINTER, _INT)),
     "specops_attention": (_INT, (_POINTER, _INT)),
+    "specops_top_tokens": (None, (_POINTER, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER, _INT)),
     "specops_stack": (_INT, (_POINTER, _LONG, *[_POINTER] * 6, _INT)),
 }
 

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from specops.ops import contracts
+from specops.ops import contracts, native
 
 
 def top_tokens(logits: Tensor, k: int, *, logprobs: bool = False) -> tuple[Tensor, Tensor]:
@@ -19,8 +19,8 @@ def top_tokens(logits: Tensor, k: int, *, logprobs: bool = False) -> tuple[Tenso
         logprobs: give log-probabilities, ``logits - logsumexp(logits)`` in float32, in place of logits.
 
     Returns:
-        ``[R, k]`` float32 values and ``[R, k]`` int64 tokens. Among equal logits the least token comes first on a GPU;
-        elsewhere the order is that of ``torch.topk``.
+        ``[R, k]`` float32 values and ``[R, k]`` int64 tokens. Among equal logits the least token comes first on a GPU and
+        in the compiled kernel of a CPU; elsewhere the order is that of ``torch.topk``.
 
     Raises:
         ValueError: logits that are no matrix, or ``k`` outside 1 to V.
@@ -41,6 +41,10 @@ def _top_tokens(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor,
     return values, tokens
 
 
+def _top_tokens_cpu(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
+    return native.top_tokens(logits, k, logprobs) or _top_tokens(logits, k, logprobs)
+
+
 def _top_tokens_cuda(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
     if importlib.util.find_spec("triton") is None:
         return _top_tokens(logits, k, logprobs)
@@ -53,5 +57,5 @@ contracts.define(
     "top_tokens",
     contracts.TOP_TOKENS_SCHEMA,
     contracts.fake_top_tokens,
-    {"CompositeExplicitAutograd": _top_tokens, "CUDA": _top_tokens_cuda},
+    {"CompositeExplicitAutograd": _top_tokens, "CPU": _top_tokens_cpu, "CUDA": _top_tokens_cuda},
 )

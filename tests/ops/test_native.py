@@ -209,3 +209,34 @@ def test_compiled_once_and_anew_for_another_source(fresh: Path, monkeypatch: pyt
     assert native.compiled() != first
     with pytest.warns(RuntimeWarning, match="another version"):
         assert native.library() is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 5, 16, 33, 1000])
+def test_likeliest_tokens_are_those_of_a_sort(vocab: int, dtype: torch.dtype) -> None:
+    # Few values, so that many are equal: a stable sort puts the least token first.
+    logits = torch.randint(-8, 8, (5, vocab)).to(dtype) / 4
+    order = logits.double().sort(dim=1, descending=True, stable=True)
+    for k in {1, min(2, vocab), min(7, vocab)}:
+        values, tokens = native.top_tokens(logits, k)
+        assert torch.equal(tokens, order.indices[:, :k])
+        assert torch.equal(values.double(), order.values[:, :k])
+        values, tokens = native.top_tokens(logits, k, logprobs=True)
+        assert torch.equal(tokens, order.indices[:, :k])
+        expected = logits.double().log_softmax(dim=1).gather(1, tokens)
+        torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_infinite_logits_and_those_that_are_no_number() -> None:
+    inf, nan = float("inf"), float("nan")
+    logits = torch.full((3, 40), -inf)
+    logits[1, 30], logits[1, 35] = 2.0, 1.0
+    logits[2, 33], logits[2, 4] = nan, 7.0
+    values, tokens = native.top_tokens(logits, 2)
+    assert tokens[0].tolist() == [0, 1]
+    assert (tokens[1].tolist(), values[1].tolist()) == ([30, 35], [2.0, 1.0])
+    assert tokens[2].tolist() == [33, 4]
+    assert native.top_tokens(logits, 2, logprobs=True)[0][1].tolist() == pytest.approx([-0.3132617, -1.3132617])
+    assert native.top_tokens(logits, native.MAX_RANKS + 1) is None

@@ -47,6 +47,11 @@ class StaticTensors:
         self._at = _address_check(tensors, self._addresses)
         self._freed: list[Any] = []
         self._storages = [weakref.ref(tensor.untyped_storage(), self._freed.append) for tensor in tensors]
+        self._forms = list(map(_form, tensors))
+        if self._freed:
+            # A torch that makes the Python side of a storage anew each time it is asked for: dtypes and shapes must tell.
+            self._freed, self._storages, at = [], [], self._at
+            self._at = lambda current: at(current) and list(map(_form, current)) == self._forms
 
     def moved(self) -> str | None:
         """Name of what is no longer where it was or was replaced; None if all is in place."""
@@ -66,11 +71,16 @@ class StaticTensors:
             for name in {**then, **now}:
                 if now.get(name) is not then.get(name):
                     return _joined(prefix, name)
-        for label, holder, name, address in zip(self._labels, self._holders, self._names, self._addresses, strict=True):
+        known = zip(self._labels, self._holders, self._names, self._addresses, self._forms, strict=True)
+        for label, holder, name, address, form in known:
             tensor = holder.get(name)
-            if tensor is None or tensor.data_ptr() != address:
+            if tensor is None or tensor.data_ptr() != address or _form(tensor) != form:
                 return label
         return next(label for label, storage in zip(self._labels, self._storages, strict=True) if storage() is None)
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
 
 
 def _address_check(tensors: list[Tensor], addresses: list[int]) -> Callable[[list[Tensor]], bool]:

@@ -118,9 +118,14 @@ def test_f26_weights_cast_there_and_back_are_seen_wherever_they_land() -> None:
     assert statics.moved() is not None
 
 
+@pytest.mark.parametrize("storages_have_objects", [True, False])
 @pytest.mark.parametrize("how", ["data", "buffer"])
-def test_f26_something_new_at_an_old_address_is_seen(how: str) -> None:
+def test_f26_something_new_at_an_old_address_is_seen(
+    how: str, storages_have_objects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pool is freed, and its successor of another dtype and shape gets the same memory."""
+    if not storages_have_objects:
+        monkeypatch.setattr(torch.Tensor, "untyped_storage", lambda tensor: type("Storage", (), {})())
     memory = bytearray(64)
 
     class Pool(nn.Module):

@@ -117,7 +117,11 @@ def copy_of_outputs(outputs: Sequence[Tensor], bucket: int) -> FusedCopy | None:
     """A fused copy of such outputs by requests, launched once so that its kernel is compiled; None if they don't fit it."""
     from specops.compile.staging import MAX_FIELDS, FusedCopy
 
-    if not 0 < len(outputs) <= MAX_FIELDS or not all(map(_CONTIGUOUS, outputs)) or not all(output.numel() for output in outputs):
+    if (
+        not 0 < len(outputs) <= MAX_FIELDS
+        or not all(map(_CONTIGUOUS, outputs))
+        or not all(output.numel() for output in outputs)
+    ):
         return None
     copy = FusedCopy([output.nbytes // bucket for output in outputs])
     live = unpad(outputs, 1, bucket)

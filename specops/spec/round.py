@@ -145,6 +145,6 @@ class RoundResult(NamedTuple):
 def unpack(packed: Tensor, width: int) -> RoundResult:
     """A packed result of ``width`` tokens a request, on the host."""
     host = packed.cpu()
-    scores = host[:, 1 + width :].contiguous().view(torch.float32)
-    logprobs = scores[:, width:].tolist() if scores.shape[1] > width else None
-    return RoundResult(host[:, 0].tolist(), host[:, 1 : 1 + width].tolist(), scores[:, :width].tolist(), logprobs)
+    scores, ends = host.view(torch.float32), (1 + width, 1 + 2 * width)
+    logprobs = scores[:, ends[1] :].tolist() if host.shape[1] > ends[1] else None
+    return RoundResult(host[:, 0].tolist(), host[:, 1 : ends[0]].tolist(), scores[:, ends[0] : ends[1]].tolist(), logprobs)

@@ -116,10 +116,12 @@ class RoundRunners:
                 extend = DraftExtendStep(self.draft, self.page_size, self.config.width)
                 name, step = "round", RoundStep(self._drafting, step, extend, self.state)
         name = name if variant == "greedy" else f"{name}_{variant}"
-        # One memory pool: replays of two variants never overlap, and outputs are copied out.
+        # One memory pool: replays of two variants never overlap. A whole round's output is read by the host at once, so
+        # that it need not be copied on the device first; those of a split round wait for the next step.
         pool = self._main["greedy"].pool if self._main else None
+        outputs: Literal["copy", "view"] = "copy" if self.split else "view"
         self._main[variant] = self.runners[name] = StepRunner(
-            step, table, name=name, pool=pool, plan=self._plan, **self.options
+            step, table, name=name, pool=pool, plan=self._plan, outputs=outputs, **self.options
         )
         return self._main[variant]
 
@@ -151,7 +153,7 @@ class RoundRunners:
         # The engine makes a new tensor whenever the batch changes, and never writes into one.
         unchanged = self._last is not None and self._last[0] is runner and self._last[1] is rows
         self._last = runner, rows
-        packed = runner({"rows": rows}, unchanged=unchanged)[0]
+        packed = runner.run((rows,), unchanged=unchanged)[0]
         result = unpack(packed, 1 if self.draft is None else self.config.width)
         self.clock(self._main["greedy"].name, started)
         return result

@@ -196,6 +196,20 @@ def test_a_layer_that_is_not_served_is_refused_when_it_is_made(custom: Any, opti
     assert str(error.value).endswith("Choose another attention backend")
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "value", "need"),
+    [
+        ("attention_config", "use_non_causal", True, "attention in both directions"),
+        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
+    ],
+)
+def test_an_engines_wider_needs_are_refused(custom: Any, part: str, name: str, value: Any, need: str) -> None:
+    setattr(getattr(custom, part), name, value)
+    with pytest.raises(ValueError, match=f"cannot serve this model: {need}. Choose"):
+        impl()
+
+
 def test_options_a_layer_may_carry_unused_are_taken(custom: Any) -> None:
     impl(use_alibi_sqrt=False, chunk_lookback=-1, logits_soft_cap=0.0)
 

@@ -202,6 +202,7 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
         if attn_type != AttentionType.DECODER:
             reasons.append(f"attention of type {attn_type} (decoders are served)")
         reasons += [f"option {name}={value}" for name, value in others.items() if value not in (None, False, -1)]
+        reasons += _wider_needs(config)
         if reasons:
             raise ValueError(
                 f"specops' vLLM plug-in cannot serve this model: {'; '.join(reasons)}. Choose another attention backend"
@@ -284,6 +285,18 @@ def _refusals(head_size: int, dtype: torch.dtype, cache_dtype: Any, block_size: 
         max_query_len=1 if config is None else config.scheduler_config.max_num_batched_tokens,
         **more,
     )
+
+
+def _wider_needs(config: VllmConfig) -> list[str]:
+    """What an engine needs beyond causal attention on one rank. vLLM's CPU platform asks no backend about it."""
+    parallel, model = config.parallel_config, config.model_config
+    needs = (
+        ("attention in both directions", config.attention_config.use_non_causal),
+        ("images seen in both directions", model is not None and model.is_mm_prefix_lm),
+        ("a reference sliding window", model is not None and model.rswa_window is not None),
+        ("context parallelism", max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1),
+    )
+    return [what for what, needed in needs if needed]
 
 
 def _options(config: VllmConfig | None) -> str:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from specops import ops
 
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
+# Looked up here, since the compiler traces what can_fuse does.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class RMSNorm(nn.Module):
@@ -45,7 +47,7 @@ def can_fuse(x: Tensor, *linears: nn.Module) -> bool:
     if not x.is_cuda or x.dtype not in FUSED_DTYPES or torch.version.hip is not None or torch.is_grad_enabled():
         return False
     plain = all(type(linear) is nn.Linear and linear.weight.dtype == x.dtype for linear in linears)
-    return plain and importlib.util.find_spec("triton") is not None
+    return plain and HAS_TRITON
 
 
 def fused_linear(

@@ -33,8 +33,8 @@ from specops.ops.triton_store import saturated
 MAX_ROWS = 1024
 
 
-# Up to so many rows the columns of a product are dealt out to the warps.
-FEW_ROWS = 16
+# Up to so many rows the columns of a product are dealt out to the warps, 16 rows a program.
+FEW_ROWS = 32
 
 
 class Tile(NamedTuple):
@@ -60,31 +60,21 @@ class Tile(NamedTuple):
 def choose_tile(num_rows: int, width: int, paired: bool) -> Tile:
     """Tile for ``num_rows`` rows and ``width`` columns of x.
 
-    Few rows: narrow tiles, so that all multiprocessors load weights, and a long head, so that most loads are under way
-    before x is there. Many rows: tiles that read each weight less often.
+    Few rows: narrow tiles, so that all multiprocessors load weights, and up to 1536 columns under way before x is there.
+    Many rows: tiles that read each weight less often. Both from sweeps of ``benchmarks/tune_linear.py`` on an H200.
     """
     whole = 1 << (width.bit_length() - 1)
     if num_rows <= FEW_ROWS:
         # Each of the warps needs at least 16 columns.
-        warps = min(4 if width > 1024 else 2, whole // 16)
+        warps = min(4, whole // 16)
         head = min(whole, 1024 if width <= 2048 and not paired else 512)
         rest = width - head
         tail = max(next_power_of_2(rest), 16 * warps) if 0 < rest <= 512 else 0
         return Tile(16, 16, 256, head, tail, warps, split=True)
-    if num_rows <= 32:
-        return Tile(32, 16, min(128, _step(width)), min(whole, 128))
-    head = min(whole, 64 if width <= 1024 else 128)
-    if paired:
-        return Tile(64, 16, min(128, _step(width - head)), head, num_warps=8)
-    return Tile(64, 16, 128 if width > 1024 else 64, head)
-
-
-def _step(rest: int) -> int:
-    """The largest power of two from 16 on that divides ``rest`` columns, or 64 when only a small one does."""
-    if rest <= 0:
-        return 64
-    divisor = rest & -rest
-    return divisor if divisor >= 16 else 64
+    long = width > 1024
+    if num_rows <= 64:
+        return Tile(32, 16, 128 if long or paired else 64, min(whole, 128 if long else 64), num_warps=8 if paired else 4)
+    return Tile(64, 32, 128 if long else 64, min(whole, 128 if long else 64), num_warps=8 if paired else 4)
 
 
 @triton.jit

@@ -347,7 +347,8 @@ def run_peer(
         options["prompt_lookup_num_tokens"] = 5
 
     def generate(group: list[list[int]], tokens: int) -> list[list[int]]:
-        width = max(map(len, group))
+        # A static cache is compiled for its width, so all groups get that of the longest prompt.
+        width = max(map(len, sum(groups, []) if peer == "static" else group))
         ids = torch.tensor([[stops[0]] * (width - len(p)) + p for p in group], device=model.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group], device=model.device)
         with torch.no_grad(), warnings.catch_warnings():
@@ -356,7 +357,7 @@ def run_peer(
         return [cut(row, stops) for row in out[:, width:].tolist()]
 
     begun = time.perf_counter()
-    # A static cache has the width of the whole answer, so only the full length compiles what is timed.
+    # And its width is that of the whole answer, so only the full length compiles what is timed.
     generate(groups[0], args.tokens if peer == "static" else WARM_TOKENS)
     if peer == "static":
         generate(groups[0], args.tokens)

@@ -348,7 +348,7 @@ def run_peer(
 
     def generate(group: list[list[int]], tokens: int) -> list[list[int]]:
         # A static cache is compiled for its width, so all groups get that of the longest prompt.
-        width = max(map(len, sum(groups, []) if peer == "static" else group))
+        width = max(len(prompt) for among in (groups if peer == "static" else [group]) for prompt in among)
         ids = torch.tensor([[stops[0]] * (width - len(p)) + p for p in group], device=model.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group], device=model.device)
         with torch.no_grad(), warnings.catch_warnings():

@@ -89,7 +89,7 @@ class DraftStep(nn.Module):
             all_tokens.append(children)
             all_scores.append(path_scores)
             all_parents.append(beam_index.repeat_interleave(topk, dim=1))
-            scores, best = path_scores.topk(topk, dim=1)
+            scores, best = ops.top_tokens(path_scores, topk)
             parent_beam = best // topk
             tokens = children.gather(1, best)
             beam_index = first + best
@@ -100,8 +100,7 @@ class DraftStep(nn.Module):
 
     def _best(self, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         """``[R, topk]`` log-probabilities and target ids of the likeliest tokens."""
-        values, draft_ids = logits.topk(topk, dim=1)
-        scores = values.float() - logits.float().logsumexp(dim=1, keepdim=True)
+        scores, draft_ids = ops.top_tokens(logits, topk, logprobs=True)
         return scores, self.draft.to_target_ids(draft_ids)  # type: ignore[operator]
 
     def _level(

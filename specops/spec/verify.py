@@ -7,6 +7,7 @@ choices are the target's argmax and nothing is computed for sampling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ class VerifyStep(nn.Module):
         chain = self.config.topk == 1
         hidden, handed_on = self.run_tree(tokens, depths, tree_mask, seq_lens, page_table, plan)
         logits = self.target.compute_logits(hidden)  # type: ignore[operator]
-        best = logits.topk(2, dim=1)
-        likeliest = best.indices[:, 0].reshape(batch, width)
+        best, likeliest_two = ops.top_tokens(logits, 2)
+        likeliest = likeliest_two[:, 0].reshape(batch, width)
         if self.sampler is None or rows is None:
             accepted = ops.verify_greedy(tokens, parents, depths, likeliest, num_steps=self.config.num_steps)
         else:
@@ -90,7 +91,7 @@ class VerifyStep(nn.Module):
             self._compact(accept_index, seq_lens, page_table, width)
         handed_on = handed_on.reshape(batch, width, -1)
         handed_on = handed_on.gather(1, places[:, :, None].expand(-1, -1, handed_on.shape[2]))
-        gaps = (best.values[:, 0] - best.values[:, 1]).float().reshape(batch, width)
+        gaps = (best[:, 0] - best[:, 1]).reshape(batch, width)
         emitted = _fit(accept_tokens, width)
         result = (accept_lens, emitted, handed_on.flatten(0, 1), gaps.gather(1, places))
         if self.sampler is None or rows is None:
@@ -158,8 +159,7 @@ class VerifyStep(nn.Module):
         target = torch.where(moving, prefix + place, -1).reshape(-1)
         source_slots = slots_of(source, request, page_table, self.page_size)
         target_slots = slots_of(target, request, page_table, self.page_size)
-        for cache in self.target.caches:  # type: ignore[union-attr]
-            move_cache(cache, source_slots, target_slots)
+        move_caches(self.target.caches, source_slots, target_slots)  # type: ignore[arg-type]
 
 
 class DecodeStep(nn.Module):
@@ -211,8 +211,8 @@ def choose_next(
     Returns:
         ``[B]`` int64 tokens, ``[B]`` float32 gaps, and with a sampler ``[B]`` float32 log-probabilities.
     """
-    best = logits.topk(2, dim=1)
-    tokens, gaps = best.indices[:, 0], (best.values[:, 0] - best.values[:, 1]).float()
+    best, likeliest_two = ops.top_tokens(logits, 2)
+    tokens, gaps = likeliest_two[:, 0], best[:, 0] - best[:, 1]
     if sampler is None or rows is None:
         return tokens, gaps
     logits = logits[:, None]
@@ -234,12 +234,14 @@ def run_target(
     return hidden, aux
 
 
-def move_cache(cache: Any, source_slots: Tensor, target_slots: Tensor) -> None:
-    """``move_kv`` or ``move_latent``, as the cache needs."""
-    if hasattr(cache, "kv"):
-        ops.move_latent(cache.kv, source_slots, target_slots)
-    else:
-        ops.move_kv(cache.k, cache.v, source_slots, target_slots)
+def move_caches(caches: Sequence[Any], source_slots: Tensor, target_slots: Tensor) -> None:
+    """``move_kv_layers`` of caches of keys and values, ``move_latent`` of latent ones."""
+    both = [cache for cache in caches if not hasattr(cache, "kv")]
+    if both:
+        ops.move_kv_layers([cache.k for cache in both], [cache.v for cache in both], source_slots, target_slots)
+    for cache in caches:
+        if hasattr(cache, "kv"):
+            ops.move_latent(cache.kv, source_slots, target_slots)
 
 
 def verify_fields(config: SpecConfig, max_pages: int, spare_row: int | None = None) -> FieldTable:

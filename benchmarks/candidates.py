@@ -46,42 +46,41 @@ def mha_jobs() -> list[Job]:
 
 def mha_candidates(row: Row) -> list[Tiling]:
     m = max(16, next_power_of_2(row.query_len * row.num_heads // row.num_kv_heads))
-    plain, swapped = Tiling(m, 64, 4, 3, 2), Tiling(m, 64, 4, 3, 2, swap=True)
+    even = Tiling(m, 64, 4, 3, 2, even=True, early=True, min_blocks=2)
+    direct = Tiling(m, 64, 4, 3, 2, direct=True, early=True)
     if row in SMALL_ROWS:
         found = _small(row, m)
     elif row.batch == 1:
-        found = _single(replace(plain, direct=True, inline_merge=False))
-        if row.name != "1x4x4096":
-            found = [*found[:8], *found[14:16], found[18]]
-    elif row.name == "8x4x4096":
-        direct = replace(plain, direct=True, early=True)
-        found = [swapped, replace(swapped, even=True), replace(direct, inline_merge=False), direct]
-        found += [replace(direct, swap=True, inline_merge=False), replace(direct, num_stages=4, inline_merge=False)]
-        found += _even(plain, ((64, 4, 3, 2), (64, 4, 4, 2), (64, 4, 3, 1), (64, 4, 3, 3), (128, 8, 2, 1)))
-        found += _even(swapped, ((64, 4, 3, 2), (128, 8, 3, 2), (128, 8, 3, 1)))
-        found += _even(replace(plain, max_registers=168), [(64, 4, 3, 3)])
+        base = replace(direct, inline_merge=False)
+        sizes = [(64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 2, 3), (64, 4, 4, 2), (64, 4, 3, 1), (128, 4, 2, 2), (128, 8, 2, 2)]
+        found = [*_sized(base, sizes), replace(base, prefetch=True), replace(base, early=False)]
     elif row.name in ("window", "window_control", "ragged", "tree", "sinks"):
-        found = [plain if row.tree else swapped, *_even(plain, [(64, 4, 3, 2)]), *_even(swapped, [(64, 4, 3, 2)])]
-        if row.name in ("ragged", "window_control"):
-            found += [*_even(replace(plain, max_registers=168), [(64, 4, 3, 3)]), *_even(plain, [(64, 4, 3, 4)])]
-            found += [replace(swapped, early=True, min_blocks=4)]
-    elif m == 16:
-        programs = (2, 3, 4, 8) if row.batch > 32 else (2, 3)
-        found = [swapped, replace(swapped, even=True), replace(swapped, early=True), replace(plain, early=True, direct=True)]
-        found += [replace(swapped, programs_per_sm=programs[-1])]
-        found += _even(plain, [(64, 4, 3, p) for p in programs])
-        found += _even(swapped, [(64, 4, 3, p) for p in (programs[0], programs[-1])])
-        found += _even(plain, ((64, 4, 4, 2), (64, 4, 3, 1), (128, 8, 2, 2), (128, 8, 3, 1), (128, 4, 2, 2)))
-        found += _even(plain, ((32, 4, 4, 2), (32, 4, 6, 3), (64, 8, 3, 2)))
-        found += _even(swapped, ((128, 8, 3, 1), (128, 8, 3, 2), (128, 8, 2, 2)))
-        found += _even(replace(plain, max_registers=128), [(64, 4, 3, programs[-1]), (64, 4, 2, programs[-1])])
-        found += _even(replace(plain, max_registers=168), [(64, 4, 3, p) for p in programs])
+        found = [even, replace(even, swap=True), replace(even, even=False)]
     else:
-        found = [swapped, replace(swapped, even=True), replace(plain, early=True)]
-        found += _even(plain, [(64, 4, 3, 2), (64, 4, 3, 4), (64, 4, 3, 8), (64, 4, 3, 1)])
-        found += _even(swapped, [(64, 4, 3, 2), (64, 4, 3, 4), (64, 4, 2, 2)])
-        found += _even(plain, [(64, 4, 2, 2), (64, 4, 4, 2), (64, 8, 3, 2), (64, 8, 3, 4), (32, 4, 4, 2), (32, 4, 4, 4)])
+        # Without the schedule: what the even cut would take if it cost nothing to find out.
+        found = [direct, even, replace(even, prefetch=True), replace(even, early=False), replace(even, swap=True)]
+        found += _sized(even, [(64, 4, 3, 4), (64, 4, 3, 8), (64, 4, 4, 2)])
+        found += _sized(replace(even, max_registers=168), [(64, 4, 3, 2), (64, 4, 3, 3)]) if m == 16 else []
+        found += _sized(even, [(32, 4, 6, 2), (32, 4, 4, 3)]) if m == 16 else []
     return list(dict.fromkeys([*found, chosen(row)]))
+
+
+def _sized(base: Tiling, sizes: Any) -> list[Tiling]:
+    return [replace(base, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p) for n, w, s, p in sizes]
+
+
+def _small(row: Row, m: int) -> list[Tiling]:
+    """Short lengths under a wide page table: one launch without a merge, one with, or two."""
+    wide = [(256, 4, 1, 2), (256, 8, 1, 2), (256, 8, 2, 2), (128, 4, 2, 2), (128, 8, 2, 2)]
+    direct = Tiling(m, 64, 4, 3, 2, direct=True, early=True)
+    if row.batch == 1:
+        two = replace(direct, inline_merge=False)
+        found = [two, replace(two, prefetch=True), replace(two, min_blocks=2), replace(two, early=False)]
+        found += [replace(two, block_n=128), *_sized(direct, wide), *_sized(replace(direct, min_blocks=2), wide)]
+        return [*found, replace(direct, min_blocks=4)]
+    even = Tiling(m, 64, 4, 3, 2, even=True, early=True, min_blocks=4)
+    found = [replace(direct, min_blocks=4), even, replace(even, prefetch=True), replace(even, early=False)]
+    return [*found, *_sized(replace(even, min_blocks=1), wide), *_sized(replace(even, min_blocks=2), wide)]
 
 
 def chosen(row: Row) -> Tiling:
@@ -96,43 +95,7 @@ def chosen(row: Row) -> Tiling:
         True,
         batch=row.batch,
         units_per_sm=row.batch * row.num_kv_heads / 132,
-        table_keys=max(*row.lens, row.table_keys),
-        tree=row.tree,
     )
-
-
-def _even(base: Tiling, sizes: Any) -> list[Tiling]:
-    base = replace(base, even=True, early=True, min_blocks=2)
-    return [replace(base, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p) for n, w, s, p in sizes]
-
-
-def _single(base: Tiling) -> list[Tiling]:
-    """One request: direct splits, merged by a second kernel or by the last program."""
-    sizes = [(64, 4, 3, 2), (64, 4, 3, 1), (64, 4, 4, 1), (64, 4, 5, 1), (64, 4, 4, 2), (64, 4, 3, 3), (64, 8, 3, 1)]
-    sizes += [(128, 8, 2, 1), (128, 4, 2, 1), (32, 4, 4, 2), (32, 2, 4, 4), (32, 4, 6, 1), (64, 2, 3, 2)]
-    early = [replace(base, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p, early=True) for n, w, s, p in sizes]
-    inline = [replace(tiling, inline_merge=True) for tiling in early[:4]]
-    return [base, *early, *inline, replace(early[0], swap=True), replace(early[0], inline_merge=True, min_blocks=4)]
-
-
-def _small(row: Row, m: int) -> list[Tiling]:
-    """Short lengths under a wide page table: whether one launch without a merge, or with one, is best."""
-    base = Tiling(m, 64, 4, 3, 2, direct=True)
-    if row.batch == 1:
-        found = [replace(base, inline_merge=False), replace(base, inline_merge=False, early=True)]
-        found += [replace(base, early=True, min_blocks=least) for least in (1, 2, 4, 8)]
-        found += [replace(base, min_blocks=4)]
-        found += [replace(base, early=True, block_n=128, min_blocks=least) for least in (1, 2, 4)]
-        found += [replace(base, early=True, block_n=128, num_warps=8, min_blocks=2, num_stages=2)]
-        found += [replace(base, early=True, block_n=32, min_blocks=8, num_stages=4), replace(base, early=True, num_warps=2)]
-        return found
-    even = Tiling(m, 64, 4, 3, 2, even=True, early=True)
-    found = [Tiling(m, 64, 4, 3, 2, swap=True), Tiling(m, 64, 4, 3, 2, swap=True, early=True)]
-    found += [replace(even, min_blocks=least) for least in (1, 2, 4, 8)]
-    found += [replace(even, min_blocks=4, swap=True), replace(even, block_n=128, min_blocks=2)]
-    found += [replace(even, min_blocks=4, programs_per_sm=4), replace(even, block_n=32, min_blocks=8, num_stages=4)]
-    found += [replace(base, early=True, min_blocks=least) for least in (1, 4)]
-    return found
 
 
 def run(jobs: list[Job], seconds: float, short: Callable[[Tiling], str]) -> list[dict[str, Any]]:

@@ -222,6 +222,7 @@ def short(tiling: Tiling) -> str:
         + " early" * tiling.early
         + " direct" * tiling.direct
         + " even" * tiling.even
+        + " prefetch" * tiling.prefetch
         + " swap" * tiling.swap
         + " merge2" * (not tiling.inline_merge)
     )

@@ -41,7 +41,7 @@ PACKED_TREE_WIDTH = 64
 # need no split.
 # See :func:`even_cut`.
 EVEN_SLACK = tl.constexpr(8)
-SCHEDULE_SIZES = (2, 16, 128, 1024, 8192)
+SCHEDULE_SIZES = (32, 128, 1024, 8192)
 MAX_SCHEDULED_REQUESTS = SCHEDULE_SIZES[-1]
 
 
@@ -65,6 +65,7 @@ class Tiling:
         rounded_partials: with roles, partial results in the dtype of the query instead of float32.
         early: launch the split kernel while the kernel before it ends, where the device can; it waits for that one's end
             before it reads anything.
+        prefetch: with early, have page ids and lengths brought into the L2 cache before the wait.
         even: where cutting every unit into equally many parts, or giving every program equally many whole units, keeps
             programs about as busy as the schedule does, do that instead; decided on the device. For uniform layouts.
     """
@@ -85,6 +86,7 @@ class Tiling:
     rounded_partials: bool = False
     early: bool = False
     even: bool = False
+    prefetch: bool = False
 
 
 def next_power_of_2(number: int) -> int:
@@ -243,8 +245,13 @@ def request_costs(
 
 
 @triton.jit
+def _sum_and_max(sum_a, max_a, sum_b, max_b):
+    return sum_a + sum_b, tl.maximum(max_a, max_b)
+
+
+@triton.jit
 def even_cut(cost, units, units_of_request, num_programs, MIN_BLOCKS: tl.constexpr):
-    """How to cut units alike: whether to, and how many blocks make a part.
+    """How to cut units alike: whether to, how many blocks make a part, and the blocks of all units.
 
     Program ``p`` takes part ``p // units`` of unit ``p % units``, or the units ``p``, ``p + num_programs`` and so on where
     there are more units than programs. Worth it where the longest unit keeps no program busy for more than
@@ -253,12 +260,32 @@ def even_cut(cost, units, units_of_request, num_programs, MIN_BLOCKS: tl.constex
     Args:
         cost: :func:`request_costs`, of a uniform layout.
     """
-    longest = tl.max(cost, 0) // units_of_request
-    stretch = tl.maximum((tl.sum(cost, 0) + num_programs - 1) // num_programs, MIN_BLOCKS)
+    # Once across the warps instead of twice.
+    all_blocks, most = tl.reduce((cost, cost), 0, _sum_and_max)
+    longest = most // units_of_request
+    stretch = tl.maximum((all_blocks + num_programs - 1) // num_programs, MIN_BLOCKS)
     parts = tl.minimum(tl.maximum(num_programs // units, 1), (longest + MIN_BLOCKS - 1) // MIN_BLOCKS)
     part = tl.maximum((longest + parts - 1) // parts, 1)
     rounds = (units + num_programs - 1) // num_programs
-    return part * rounds * EVEN_SLACK <= stretch * (EVEN_SLACK + 1), part
+    return part * rounds * EVEN_SLACK <= stretch * (EVEN_SLACK + 1), part, all_blocks
+
+
+@triton.jit
+def prefetch(address):
+    """Have what ``address`` points to brought into the L2 cache: a hint, allowed before what wrote it has ended."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def block_pages(pages, block, num_keys, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page ids of a key block: a single one where it lies inside a page, else one for each key before ``num_keys``."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(pages + block * BLOCK_N // PAGE_SIZE, mask=block * BLOCK_N < num_keys, other=0)
+    else:
+        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        return tl.load(pages + key // PAGE_SIZE, mask=key < num_keys, other=0)
 
 
 @triton.jit

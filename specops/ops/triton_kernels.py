@@ -22,9 +22,11 @@ import triton.language as tl
 from specops.ops.triton_common import (
     NEG_INF,
     along_rows,
+    block_pages,
     even_cut,
     merge_partials,
     merge_side_by_side,
+    prefetch,
     product,
     request_costs,
     request_scalars,
@@ -64,6 +66,7 @@ def fold_blocks(
     m,
     total,
     acc,
+    page,
     begin,
     end,
     step,
@@ -72,7 +75,6 @@ def fold_blocks(
     pages,
     seq_len,
     num_keys,
-    table_keys,
     first,
     last,
     bits,
@@ -100,30 +102,19 @@ def fold_blocks(
     TREE: tl.constexpr,
     TREE_BITS: tl.constexpr,
     MASKED: tl.constexpr,
-    FIRST_IS_PAGE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Fold every ``step``-th key block from ``begin`` to ``end`` into the softmax state of one tile.
 
-    Page ids are fetched one block ahead: a block that lies inside one page needs a single id. Without MASKED every key of
-    every block is visible to every row. With FIRST_IS_PAGE block ``begin`` lies inside the page table even where it is
-    behind the sequence, so that its page ids can be fetched before the length is known; no page behind it is read.
+    Page ids are fetched one block ahead; ``page`` has those of block ``begin``. Without MASKED every key of every block is
+    visible to every row.
     """
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     d2 = tl.arange(0, max(BLOCK_D2, 1))
     dv = tl.arange(0, BLOCK_DV)
-    if ONE_PAGE and FIRST_IS_PAGE:
-        page = tl.load(pages + begin * BLOCK_N // PAGE_SIZE)
-    elif ONE_PAGE:
-        page = tl.load(pages + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
-    else:
-        key = begin * BLOCK_N + n
-        if FIRST_IS_PAGE:
-            page = tl.load(pages + key // PAGE_SIZE, mask=key < table_keys, other=0)
-        else:
-            page = tl.load(pages + key // PAGE_SIZE, mask=(key < num_keys) & (begin < end), other=0)
+    limit = tl.minimum(num_keys, end * BLOCK_N)
     for block in tl.range(begin, end, step, num_stages=STAGES):
         key = block * BLOCK_N + n
         if ONE_PAGE:
@@ -132,13 +123,11 @@ def fold_blocks(
             offset = (block * BLOCK_N) % PAGE_SIZE + n
             k_at_row = k_page + offset[:, None] * stride_ks
             v_at = v_page + offset[:, None] * stride_vs + dv[None, :]
-            page = tl.load(pages + (block + step) * BLOCK_N // PAGE_SIZE, mask=block + step < end, other=0)
         else:
             offset = key % PAGE_SIZE
             k_at_row = k_head + (page.to(tl.int64) * stride_kp + offset * stride_ks)[:, None]
             v_at = v_head + (page.to(tl.int64) * stride_vp + offset * stride_vs)[:, None] + dv[None, :]
-            ahead = key + step * BLOCK_N
-            page = tl.load(pages + ahead // PAGE_SIZE, mask=(ahead < num_keys) & (block + step < end), other=0)
+        page = block_pages(pages, block + step, limit, PAGE_SIZE, BLOCK_N)
         inside = (key < num_keys)[:, None]
         k_at = k_at_row + d[None, :]
         k = load_tile(k_at, inside, (d < D)[None, :], MASKED, BLOCK_D != D).to(q.dtype)
@@ -299,11 +288,25 @@ def split_kernel(
     MIN_BLOCKS: tl.constexpr,
     DIRECT: tl.constexpr,
     EVEN: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
     EARLY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """An equal stretch of all units' key blocks a program, or with DIRECT an equal share of one unit's; see the module."""
+    if ONE_TILE:
+        max_tiles = 1
+    if DIRECT or EVEN:
+        # What a program begins with where units are cut alike, from shapes alone: its page ids need not wait for lengths.
+        units = num_requests * HEADS * max_tiles
+        index = tl.program_id(0) // units
+        unit_id = tl.program_id(0) - index * units
+        guessed = unit_id // (HEADS * max_tiles)
+        pages = page_table + guessed.to(tl.int64) * stride_pages
+    if PREFETCH:
+        prefetch(pages + tl.minimum(index * BLOCK_N, table_keys - 1) // PAGE_SIZE)
+        prefetch(seq_lens + guessed)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if OVERLAP:
@@ -318,11 +321,8 @@ def split_kernel(
         score_scale = score_scale * tl.load(k_scale)
         v_factor = tl.load(v_scale)
     if DIRECT:
-        units = num_requests * HEADS * max_tiles
         splits = tl.num_programs(0) // units
-        unit_id = pid % units
-        index = pid // units
-        request = unit_id // (HEADS * max_tiles)
+        request = guessed
         kv_head = unit_id // max_tiles % HEADS
         tile = unit_id % max_tiles
         seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
@@ -330,12 +330,14 @@ def split_kernel(
             seq_len, num_keys, rows, window, tree_width, GROUP, BLOCK_M, BLOCK_N, WINDOW, TREE
         )
         contributors = tl.minimum((blocks + MIN_BLOCKS - 1) // MIN_BLOCKS, splits)
+        # Without a window the first block is in reach of the page table, if not of the sequence.
+        page = block_pages(pages, first_block + index, table_keys, PAGE_SIZE, BLOCK_N)
         if (tile < tiles) & (index < contributors):
             split_unit(
                 q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
                 request, kv_head, tile, seq_len, num_keys, start, rows,
-                first_block + index, first_block + blocks, contributors, pid, unit_id, units, 0, contributors,
-                table_keys, max_tiles, window, tree_width, score_scale, cap, v_factor,
+                page, first_block + index, first_block + blocks, contributors, pid, unit_id, units, 0, contributors,
+                max_tiles, window, tree_width, score_scale, cap, v_factor,
                 stride_qt, stride_qh, stride_q2t, stride_q2h,
                 stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_pages, stride_mask,
                 HEADS, GROUP, D, D2, DV, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V, BLOCK_W,
@@ -346,16 +348,20 @@ def split_kernel(
             seq_lens, query_start, num_requests, query_len, window, tree_width, table_keys,
             HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
         )  # fmt: skip
-        upto = tl.cumsum(cost, 0)
-        all_blocks = tl.sum(cost, 0)
+        if EVEN:
+            page_ahead = block_pages(pages, index, table_keys, PAGE_SIZE, BLOCK_N)
+            even, part, all_blocks = even_cut(cost, units, HEADS * max_tiles, tl.num_programs(0), MIN_BLOCKS)
+            upto = cost
+            if not even:
+                upto = tl.cumsum(cost, 0)
+        else:
+            upto = tl.cumsum(cost, 0)
+            all_blocks = tl.sum(cost, 0)
         stretch = tl.maximum((all_blocks + tl.num_programs(0) - 1) // tl.num_programs(0), MIN_BLOCKS)
         position = pid * stretch
         stop = tl.minimum(position + stretch, all_blocks)
         if EVEN:
-            units = num_requests * HEADS * max_tiles
-            even, part = even_cut(cost, units, HEADS * max_tiles, tl.num_programs(0), MIN_BLOCKS)
-            index = pid // units
-            position = tl.where(even, pid - index * units, position)
+            position = tl.where(even, unit_id, position)
             stop = tl.where(even, units, stop)
         while position < stop:
             # The request that this place of the schedule falls in, and the place in it; a place is a unit if even.
@@ -374,7 +380,9 @@ def split_kernel(
             unit = within // blocks
             skip = within - unit * blocks
             count = tl.minimum(blocks - skip, stop - position)
-            advance = count
+            begin = first_block + skip
+            end = begin + count
+            step = 1
             unit_start = position - skip
             first_program = unit_start // stretch
             slot = 2 * pid + tl.where(pid == first_program, 1, 0)
@@ -384,28 +392,44 @@ def split_kernel(
             contributors = (unit_start + blocks - 1) // stretch - first_program + 1
             if EVEN:
                 unit = tl.where(even, within, unit)
-                skip = tl.where(even, index * part, skip)
-                count = tl.where(even, tl.minimum(blocks - skip, part), count)
-                advance = tl.where(even, tl.num_programs(0), advance)
+                step = tl.where(even, (blocks + part - 1) // part, 1)
+                begin = tl.where(even, first_block + index, begin)
+                end = tl.where(even, tl.where(index < step, first_block + blocks, 0), end)
+                count = tl.where(even, tl.num_programs(0), count)
                 slot = tl.where(even, pid, slot)
                 first_slot = tl.where(even, position, first_slot)
                 slot_step = tl.where(even, units, slot_step)
                 slot_extra = tl.where(even, 0, slot_extra)
-                contributors = tl.where(even, (blocks + part - 1) // part, contributors)
+                contributors = tl.where(even, step, contributors)
+            pages = page_table + request.to(tl.int64) * stride_pages
+            if EVEN and not WINDOW:
+                page = page_ahead
+                if even:
+                    # Of the unit after this one, to be there when it begins.
+                    following = tl.minimum(position + tl.num_programs(0), units - 1) // (HEADS * max_tiles)
+                    page_ahead = block_pages(
+                        page_table + following.to(tl.int64) * stride_pages, index, table_keys, PAGE_SIZE, BLOCK_N
+                    )
+                else:
+                    page = block_pages(pages, begin, num_keys, PAGE_SIZE, BLOCK_N)
+            else:
+                page = block_pages(pages, begin, num_keys, PAGE_SIZE, BLOCK_N)
             kv_head = unit // tiles
-            if not EVEN or count > 0:
+            if ONE_TILE:
+                kv_head = unit
+            if begin < end:
                 split_unit(
                     q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
-                    request, kv_head, unit - kv_head * tiles, seq_len, num_keys, start, rows,
-                    first_block + skip, first_block + skip + count, 1,
+                    request, kv_head, unit - kv_head * tiles if not ONE_TILE else 0, seq_len, num_keys, start, rows,
+                    page, begin, end, step,
                     slot, first_slot, slot_step, slot_extra, contributors,
-                    table_keys, max_tiles, window, tree_width, score_scale, cap, v_factor,
+                    max_tiles, window, tree_width, score_scale, cap, v_factor,
                     stride_qt, stride_qh, stride_q2t, stride_q2h,
                     stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_pages, stride_mask,
                     HEADS, GROUP, D, D2, DV, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V, BLOCK_W,
                     WINDOW, SOFTCAP, SINKS, TREE, TREE_BITS, SWAP, INLINE_MERGE, MERGE_ROWS, DIRECT, STAGES,
                 )  # fmt: skip
-            position += advance
+            position += count
 
 
 @triton.jit
@@ -435,6 +459,7 @@ def split_unit(
     num_keys,
     start,
     rows,
+    page,
     begin,
     end,
     step,
@@ -443,7 +468,6 @@ def split_unit(
     slot_step,
     slot_extra,
     contributors,
-    table_keys,
     max_tiles,
     window,
     tree_width,
@@ -498,6 +522,7 @@ def split_unit(
     if WINDOW:
         # Blocks that none of this tile's rows sees, in whole steps.
         begin += tl.maximum(low // BLOCK_N - begin + step - 1, 0) // step * step
+        page = block_pages(page_table + request.to(tl.int64) * stride_pages, begin, num_keys, PAGE_SIZE, BLOCK_N)
     end = tl.minimum(end, (high + BLOCK_N - 1) // BLOCK_N)
 
     m = tl.full((BLOCK_M,), NEG_INF, tl.float32)
@@ -507,13 +532,13 @@ def split_unit(
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     m, total, acc = fold_blocks(
-        q_tile, q2_tile, m, total, acc, begin, end, step,
+        q_tile, q2_tile, m, total, acc, page, begin, end, step,
         k_cache + kv_head.to(tl.int64) * stride_kh, v_cache + kv_head.to(tl.int64) * stride_vh,
         page_table + request.to(tl.int64) * stride_pages,
-        seq_len, num_keys, table_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+        seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
         stride_kp, stride_ks, stride_vp, stride_vs,
         D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
-        SWAP, WINDOW, SOFTCAP, TREE, TREE_BITS, True, DIRECT and not WINDOW, STAGES,
+        SWAP, WINDOW, SOFTCAP, TREE, TREE_BITS, True, STAGES,
     )  # fmt: skip
     safe = tl.where(total == 0, 1.0, total)
     result = acc * along_rows(v_factor / safe, SWAP)
@@ -672,7 +697,7 @@ def merge_kernel(
         slot_extra = 1
         if EVEN:
             units = num_requests * HEADS * max_tiles
-            even, part = even_cut(cost, units, HEADS * max_tiles, num_programs, MIN_BLOCKS)
+            even, part, _ = even_cut(cost, units, HEADS * max_tiles, num_programs, MIN_BLOCKS)
             contributors = tl.where(even, (blocks + part - 1) // part, contributors)
             first_slot = tl.where(even, unit_id, first_slot)
             slot_step = tl.where(even, units, slot_step)
@@ -784,19 +809,21 @@ def tiles_kernel(
         v_head = v_cache + kv_head.to(tl.int64) * stride_vh
         pages = page_table + request.to(tl.int64) * stride_pages
         if not WINDOW:
+            page = block_pages(pages, begin, full_end * BLOCK_N, PAGE_SIZE, BLOCK_N)
             m, total, acc = fold_blocks(
-                q_tile, q2_tile, m, total, acc, begin, full_end, 1, k_head, v_head, pages,
-                seq_len, num_keys, table_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+                q_tile, q2_tile, m, total, acc, page, begin, full_end, 1, k_head, v_head, pages,
+                seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
                 stride_kp, stride_ks, stride_vp, stride_vs,
                 D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
-                False, WINDOW, SOFTCAP, TREE, TREE_BITS, False, False, STAGES,
+                False, WINDOW, SOFTCAP, TREE, TREE_BITS, False, STAGES,
             )  # fmt: skip
+        page = block_pages(pages, full_end, num_keys, PAGE_SIZE, BLOCK_N)
         m, total, acc = fold_blocks(
-            q_tile, q2_tile, m, total, acc, full_end, end, 1, k_head, v_head, pages,
-            seq_len, num_keys, table_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
+            q_tile, q2_tile, m, total, acc, page, full_end, end, 1, k_head, v_head, pages,
+            seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
             stride_kp, stride_ks, stride_vp, stride_vs,
             D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
-            False, WINDOW, SOFTCAP, TREE, TREE_BITS, True, False, STAGES,
+            False, WINDOW, SOFTCAP, TREE, TREE_BITS, True, STAGES,
         )  # fmt: skip
         safe = tl.where(total == 0, 1.0, total)
         lse = tl.where(total == 0, NEG_INF, m + tl.log2(safe))

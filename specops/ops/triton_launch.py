@@ -208,6 +208,8 @@ def launch(
             INLINE_MERGE=tiling.inline_merge,
             MERGE_ROWS=min(tiling.block_m, max(MERGE_ELEMENTS // block_dv, 1)),
             EVEN=even,
+            ONE_TILE=max_tiles == 1,
+            PREFETCH=tiling.prefetch and early and (even or tiling.direct),
             EARLY=early,
             **launched_early,
         )

@@ -21,16 +21,14 @@ PREFILL_ROWS = 128
 TILES_PER_SM = 4
 # Up to this many requests each unit gets the same number of programs: the schedule takes longer than it can save.
 DIRECT_REQUESTS = 1
-# H200, 2026-11-29, bf16, 32 heads in 8, D=128, page 64, us by programs a multiprocessor (1 / 2 / 4 / 8), tiles of 16 rows:
-#   1x4x4096 14.3 / 19.0 / 31 / -;  8x4x4096 42.5 / 40.4 / 51 / -;  32x4x4096 138 / 134.3 / 135.3 / 144.8;
-#   128x4x2048 - / 261.1 / 267.7 / 254.2; tiles of 32 rows: 64x8x4096 - / 265.3 / 280 / 277;
-#   128x8x8192 - / 999.8 / 1008 / 1025.
+# H200, 2026-11-29, bf16, 32 heads in 8, D=128, page 64, us by programs a multiprocessor (1 / 2 / 3 / 4 / 8):
+#   8x4x4096 41.4 / 40.3 / 49.7;  32x4x4096 137.5 / 128.1 / 154.5;  128x4x2048 290.5 / 257.1 / 296.2 / 253.7 / 253.3;
+#   tiles of 32 rows: 64x8x4096 350.0 / 254.3 / - / 253.1 / 278.4;  128x8x8192 1350 / 983.1 / - / 973.4 / 986.9.
+# Two fit at once. With more units than that, further programs take turns, and a unit begins while others are under way.
 PROGRAMS_PER_SM = 2
-SMALL_TILE_UNITS_PER_SM, SMALL_TILE_PROGRAMS_PER_SM = 4, 8
+MANY_UNITS_PER_SM, MANY_UNITS_PROGRAMS_PER_SM = 3.5, 4
 # Keys and values worth a program of their own: fewer are read in the time that another partial result takes to merge.
 PROGRAM_BYTES = 64 << 10
-# Partial results of one unit that its last program merges; the second kernel is for more.
-INLINE_MERGE_BYTES = 128 << 10
 
 
 def choose_tiling(
@@ -43,8 +41,6 @@ def choose_tiling(
     *,
     batch: int = 2,
     units_per_sm: float = 1.0,
-    table_keys: int = 4096,
-    tree: bool = False,
 ) -> Tiling:
     """Sizes of a launch.
 
@@ -55,8 +51,6 @@ def choose_tiling(
         split: for the split kernel, else for the tile kernel.
         batch: requests.
         units_per_sm: requests times KV heads, for each multiprocessor.
-        table_keys: keys that a row of the page table has room for: all that is known of the lengths here.
-        tree: whether there is a tree mask.
     """
     width = max(head_dim, next_power_of_2(value_dim))
     if dtype == torch.float32:
@@ -67,20 +61,13 @@ def choose_tiling(
     block_m = min(max(next_power_of_2(rows), 16), MAX_SPLIT_ROWS)
     if width > 128:
         return Tiling(block_m, 32, 4, 3, 2, early=True, even=True)
-    block_n = 64
-    least = max(PROGRAM_BYTES // (block_n * (head_dim + value_dim) * kv_dtype.itemsize), 1)
-    # Scores with the keys along the matrix instructions' long side: up to 2% faster, and 4% slower under a tree mask.
-    swap = not tree and kv_dtype == dtype
     if batch <= DIRECT_REQUESTS and rows <= MAX_SPLIT_ROWS:
-        # H200, 2026-11-29, 4 rows, us: 4096 keys 10.6, 32768 keys 40.0; with swapped scores 10.7 and 42.4.
-        splits = min(-(-table_keys // (block_n * least)), int(PROGRAMS_PER_SM / units_per_sm))
-        if splits * block_m * value_dim * 4 <= INLINE_MERGE_BYTES:
-            return Tiling(block_m, block_n, 4, 3, 2, min_blocks=least, direct=True, early=True)
-        return Tiling(block_m, block_n, 4, 3, 2, inline_merge=False, direct=True, early=True)
-    programs = PROGRAMS_PER_SM
-    if block_m == 16 and units_per_sm >= SMALL_TILE_UNITS_PER_SM:
-        programs = SMALL_TILE_PROGRAMS_PER_SM
-    return Tiling(block_m, block_n, 4, 3, programs, swap=swap, min_blocks=least, early=True, even=True)
+        # H200, 2026-11-29, us, merged by the second kernel and by the last program: 4 rows of 4096 keys 10.25 and 13.4;
+        # 9 heads in 3, D=64, 256 keys: 4 rows 4.2 and 4.9, or 4.7 for one program a head; 16 rows 5.1 and 5.6.
+        return Tiling(block_m, 64, 4, 3, 2, inline_merge=False, direct=True, early=True)
+    least = max(PROGRAM_BYTES // (64 * (head_dim + value_dim) * kv_dtype.itemsize), 1)
+    programs = MANY_UNITS_PROGRAMS_PER_SM if units_per_sm >= MANY_UNITS_PER_SM else PROGRAMS_PER_SM
+    return Tiling(block_m, 64, 4, 3, programs, min_blocks=least, early=True, even=True)
 
 
 def mha(
@@ -124,8 +111,6 @@ def mha(
             split,
             batch=batch,
             units_per_sm=batch * num_kv_heads / num_sms(q.device),
-            table_keys=page_table.shape[1] * k_cache.shape[1],
-            tree=tree_mask is not None,
         )
     first = first_part(head_dim)
     return launch(

@@ -148,7 +148,7 @@ def test_units_cut_alike_or_by_the_schedule(seq_lens, inline_merge) -> None:
 
 @triton.jit
 def even_cut_kernel(costs, out, units, units_of_request, programs, REQUESTS: tl.constexpr, LEAST: tl.constexpr):
-    even, part = even_cut(tl.load(costs + tl.arange(0, REQUESTS)), units, units_of_request, programs, LEAST)
+    even, part, _ = even_cut(tl.load(costs + tl.arange(0, REQUESTS)), units, units_of_request, programs, LEAST)
     tl.store(out, even.to(tl.int32))
     tl.store(out + 1, part)
 
@@ -173,12 +173,23 @@ def test_units_are_cut_alike_where_that_costs_no_more_than_an_eighth(blocks, hea
     assert out.tolist() == [int(even), part]
 
 
-@pytest.mark.parametrize(("batch", "query_len"), [(1, 1), (1, 16), (5, 4)])
-def test_a_short_call_under_a_wide_page_table_is_one_launch(batch, query_len, monkeypatch) -> None:
+SMALL_MODEL = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "page_size": 16, "table_columns": 128}
+
+
+@pytest.mark.parametrize("query_len", [1, 16])
+def test_one_short_request_under_a_wide_page_table(query_len) -> None:
+    for length in (256, 17):
+        check(seq_lens=[length], query_lens=query_len, dtype=torch.float16, **SMALL_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tiling"),
+    [(1, Tiling(16, 128, 4, 2, 2, direct=True, min_blocks=2)), (5, None), (5, Tiling(16, 256, 4, 1, 2, even=True))],
+)
+def test_a_call_that_its_programs_merge_is_one_launch(batch, tiling, monkeypatch) -> None:
     monkeypatch.setattr(triton_launch, "merge_kernel", None)
-    case = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "page_size": 16, "table_columns": 128}
     for length in (256, 17, 700):
-        check(seq_lens=[length] * batch, query_lens=query_len, dtype=torch.float16, **case)
+        check(tiling, True, seq_lens=[length] * batch, query_lens=4, dtype=torch.float16, **SMALL_MODEL)
 
 
 def test_more_row_tiles_than_one() -> None:

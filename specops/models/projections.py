@@ -42,9 +42,14 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight
 
 
+def on_nvidia(x: Tensor) -> bool:
+    """Whether ``x`` is on an NVIDIA GPU."""
+    return x.is_cuda and torch.version.hip is None
+
+
 def can_fuse(x: Tensor, *linears: nn.Module) -> bool:
     """Whether the fused form serves ``x`` ``[T, K]``: an NVIDIA GPU, 16-bit floats, plain layers, no gradients."""
-    if not x.is_cuda or x.dtype not in FUSED_DTYPES or torch.version.hip is not None or torch.is_grad_enabled():
+    if not on_nvidia(x) or x.dtype not in FUSED_DTYPES or torch.is_grad_enabled():
         return False
     plain = all(type(linear) is nn.Linear and linear.weight.dtype == x.dtype for linear in linears)
     return plain and HAS_TRITON

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specops import QueryLayout, attention_metadata
 from specops.models import llama, projections
@@ -31,6 +33,18 @@ CONFIG = ModelConfig(
     max_position_embeddings=64,
 )
 GEMMA = {"post_norms": True, "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh", "embedding_scale": 6.0}
+
+
+class Called(TorchDispatchMode):
+    """Names of the ops that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def make_model(**options: Any) -> CausalLM:
@@ -63,12 +77,20 @@ def run(model: CausalLM, forward: Any = None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_model_gives_the_same_either_way(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiled: bool) -> None:
     wanted, wanted_cache = run(make_model(**options))
-    calls = []
-    monkeypatch.setattr(llama, "can_fuse", lambda x, *linears: calls.append(x.shape) or True)
+    monkeypatch.setattr(projections, "on_nvidia", lambda x: True)
+    monkeypatch.setattr(projections, "FUSED_DTYPES", (torch.float32,))
     model = make_model(**options)
-    forward = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True) if compiled else None
-    hidden, cache = run(model, forward)
-    assert calls
+    graphs: list[str] = []
+
+    def traced(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph.code)
+        return aot_eager(graph, inputs)
+
+    forward = torch.compile(model, fullgraph=True, backend=traced, dynamic=True) if compiled else None
+    with Called() as called:
+        hidden, cache = run(model, forward)
+    code = graphs[0] if compiled else str(called.names)
+    assert ("rms_norm_linear" in code, "project_qkv" in code) == (True, "qk_norm" not in options)
     torch.testing.assert_close(hidden, wanted, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(cache, wanted_cache, atol=2e-5, rtol=2e-5)
 

@@ -124,7 +124,7 @@ class DraftExtendRunner:
         dtype = dtype or next(draft.parameters()).dtype
         table = draft_extend_fields(tokens_per_request, hidden_size, max_pages or first.num_pages, dtype)
         step = DraftExtendStep(draft, first.page_size, tokens_per_request, rows)
-        family = "mha" if isinstance(first, PagedKVCache) else "mla"
+        family: Literal["mha", "mla"] = "mha" if isinstance(first, PagedKVCache) else "mla"
         backend = planned_backend(draft, family) if plan is None else None
         if backend is not None:
             plan = attention_plan(backend, family, QueryLayout.uniform(tokens_per_request), first.page_size)

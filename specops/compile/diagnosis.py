@@ -44,19 +44,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def graph_obstacles(step: Callable[..., Any], inputs: Mapping[str, Tensor], device: torch.device) -> list[str]:
+def graph_obstacles(step: Callable[..., Any], inputs: Mapping[str, Any], device: torch.device) -> list[str]:
     """What in ``step(**inputs)`` keeps it out of a CUDA graph; empty if nothing shows.
 
     Args:
         step: run once, on copies of ``inputs``; what it does to its own buffers happens.
-        inputs: its arguments.
+        inputs: its arguments. The handles of a host plan (``plan``) are passed as they are: a copy would name no plan.
         device: where it is meant to run.
     """
-    copies = {name: tensor.clone() for name, tensor in inputs.items()}
+    handles = {name: value for name, value in inputs.items() if name == "plan"}
+    copies = {name: tensor.clone() for name, tensor in inputs.items() if name not in handles}
     watch = _Watch(device, copies)
     try:
         with torch.no_grad(), watch:
-            step(**copies)
+            step(**copies, **handles)
     except Exception as error:
         watch.causes[
             f"it fails eagerly, too: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import planned_backend
 from specops.compile.report import GraphLost
 from specops.compile.step_runner import StepRunner
@@ -241,6 +242,14 @@ def test_a_round_with_one_planned_model_plans_that_one(world: dict[str, Any]) ->
     calls = round_calls(world["target"], world["shadow"], CONFIGS["tree"])
     assert calls.verify is None
     assert [(call.rows, call.ahead) for call in calls.all] == CALLS["tree"]
+
+
+@pytest.mark.filterwarnings("ignore:toy_planned schedules")
+def test_what_keeps_a_planned_step_out_of_a_graph_is_looked_for_with_its_plan(world: dict[str, Any]) -> None:
+    """A copy of a handle would name no plan, and the step would fail for that alone."""
+    (runner,) = engine(world, "one step", "eager", max_requests=1).runners.values()
+    fields = runner.table.allocate(1, torch.device("cpu"))
+    assert graph_obstacles(runner.step, {**fields, **runner._planned(fields)}, torch.device("cpu")) == []
 
 
 def test_a_plan_that_is_not_updated_is_found_out(world: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

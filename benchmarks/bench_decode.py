@@ -33,6 +33,7 @@ import torch
 from specops.models import load_target
 from specops.models.eagle_checkpoint import load_head, shipped_head
 from specops.models.loading import open_checkpoint
+from specops.ops import native
 from specops.spec import Engine, SpecConfig
 from specops.spec.prefill import Forwards
 
@@ -534,8 +535,10 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     cuda = torch.device(args.device).type == "cuda"
     found: dict[str, Any] = {
         "device_name": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        **({} if cuda else {"compiled_kernels": native.library() is not None}),
         "threads": torch.get_num_threads(),
         "model": Path(str(args.model)).stem,
         "tokens": args.tokens,

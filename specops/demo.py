@@ -16,6 +16,7 @@ import torch
 from specops.api import Models, load_models
 from specops.bench import device_name, histogram, phase_seconds
 from specops.divergence import first_divergence, rounding_noise
+from specops.ops import native
 from specops.spec import Engine, EngineStats, Request, SpecConfig
 from specops.spec.text import TextStream
 
@@ -89,6 +90,9 @@ def run_demo(
     runs: dict[str, tuple[list[Request], float, Engine]] = {}
     warm_seconds: dict[str, float] = {}
     first_token: float | None = None
+    if next(models.target.parameters()).device.type == "cpu" and mode in ("auto", "eager") and native.must_compile():
+        say("compiling the CPU kernels, once on this machine")
+        native.library()
     for name, head in (("eagle", models.head), ("plain", None)):
         engine = Engine(models.target, head, config, **common)
         say(f"{name}: preparing the {', '.join(engine.runners)} steps ({engine.mode})")

@@ -225,14 +225,7 @@ def compiled() -> Path:
     Raises:
         NativeUnavailable: no compiler, or one that fails; says what it said.
     """
-    compiler = os.environ.get("CC") or next((name for name in COMPILERS if shutil.which(name)), None)
-    if compiler is None:
-        raise NativeUnavailable(f"there is no C compiler ({', '.join(COMPILERS)}); install one, or name it in CC")
-    command = compiler.split()
-    version = _run([*command, "--version"])
-    parts = (SOURCE.read_text(encoding="utf-8"), version, repr(FLAGS), _machine(), torch.__version__, str(_openmp()))
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    path = cache_folder() / f"native-{digest}.so"
+    command, path = _plan()
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made, result = Path(folder, "native.o"), Path(folder, path.name)
@@ -243,6 +236,28 @@ def compiled() -> Path:
             # In one step, for processes that compile at the same time.
             result.replace(path)
     return path
+
+
+def must_compile() -> bool:
+    """Whether :func:`library` would compile first, for some seconds."""
+    if _disabled or _load.cache_info().currsize or os.environ.get("SPECOPS_NATIVE", "1") == "0":
+        return False
+    try:
+        return not _plan()[1].exists()
+    except NativeUnavailable:
+        return False
+
+
+def _plan() -> tuple[list[str], Path]:
+    """The compiler's command, and where its result is kept."""
+    compiler = os.environ.get("CC") or next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None:
+        raise NativeUnavailable(f"there is no C compiler ({', '.join(COMPILERS)}); install one, or name it in CC")
+    command = compiler.split()
+    version = _run([*command, "--version"])
+    parts = (SOURCE.read_text(encoding="utf-8"), version, repr(FLAGS), _machine(), torch.__version__, str(_openmp()))
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return command, cache_folder() / f"native-{digest}.so"
 
 
 def cache_folder() -> Path:

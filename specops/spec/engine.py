@@ -59,8 +59,8 @@ class Engine:
         split: run draft, verify and draft-extend behind a runner each, and wait for the device after each, so that
             ``stats.seconds`` tells them apart.
         tokenizer: gives requests their text and finds stop strings; anything with a transformers tokenizer's ``decode``.
-        pack_weights: in eager mode on a CPU, keep a copy of the models' weights laid out for few rows
-            (:mod:`specops.models.packed_linear`); faster, for twice the weights' memory.
+        pack_weights: in eager mode on a CPU, run layers and products of few rows on compiled kernels, or without a C
+            compiler over a copy of the weights laid out for few rows (:mod:`specops.models.packed_linear`).
 
     Raises:
         ValueError: a draft that does not fit the target, a context beyond either model's, or a pool too small for one

@@ -240,3 +240,20 @@ def test_infinite_logits_and_those_that_are_no_number() -> None:
     assert tokens[2].tolist() == [33, 4]
     assert native.top_tokens(logits, 2, logprobs=True)[0][1].tolist() == pytest.approx([-0.3132617, -1.3132617])
     assert native.top_tokens(logits, native.MAX_RANKS + 1) is None
+
+
+def test_it_is_known_beforehand_whether_compiling_comes_first(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECOPS_NATIVE", "0")
+    assert not native.must_compile()
+    monkeypatch.delenv("SPECOPS_NATIVE")
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert not native.must_compile()
+    script = fresh / "compiler"
+    script.write_text("#!/bin/sh\nexit 0\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    assert native.must_compile()
+    with native.disabled():
+        assert not native.must_compile()
+    native._plan()[1].write_bytes(b"")
+    assert not native.must_compile()

@@ -243,9 +243,8 @@ def _scores_role(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     IN_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = latent.dtype
-    q_rope = q_rope_tile._reinterpret(dtype, [BLOCK_M, D2], SHARED)
+    q_rope = q_rope_tile.reshape([BLOCK_M, D2])
     slot = tree_width * 0
     phase = tree_width * 0
     side = tree_width * 0
@@ -271,7 +270,7 @@ def _scores_role(
             no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, S_LAYOUT)
 
             mbarrier.wait(filled.index(slot), phase)
-            q = latent.index(slot)._reinterpret(dtype, [BLOCK_M, D], SHARED)
+            q = latent.index(slot).reshape([BLOCK_M, D])
             q_0 = q.slice(0, 256, 1).load(Q_LAYOUT)
             q_1 = q.slice(256, 128, 1).load(Q_LAYOUT)
             q_2 = q.slice(384, 64, 1).load(Q_LAYOUT)
@@ -279,14 +278,13 @@ def _scores_role(
             hopper.fence_async_shared()
             tl.debug_barrier()
             mbarrier.arrive(empty.index(slot), count=2)
-            # Nobody waits for these; every use of a slot must turn all its barriers.
+            # Nobody waits for this, nor for the queries' slot to be ready; every use of a slot must turn all its barriers.
             mbarrier.arrive(probable.index(slot), count=1)
-            if HOLD:
-                mbarrier.arrive(ready.index(slot), count=1)
+            before = slot
             slot, phase = _next_slot(slot, phase)
             while block < end:
-                k = latent.index(slot)._reinterpret(dtype, [BLOCK_N, D], SHARED)
-                k2 = rope.index(side)._reinterpret(dtype, [BLOCK_N, D2], SHARED)
+                k = latent.index(slot).reshape([BLOCK_N, D])
+                k2 = rope.index(side).reshape([BLOCK_N, D2])
                 mbarrier.wait(filled.index(slot), phase)
                 if block >= edge:
                     _clear_behind(k, block, _told(facts, NUM_KEYS))
@@ -300,16 +298,17 @@ def _scores_role(
                 scores = hopper.warpgroup_mma(q_tail, k_tail, scores, is_async=True)
                 mbarrier.wait(rope_filled.index(side), side_phase)
                 scores = hopper.warpgroup_mma(q_rope, k2.permute((1, 0)), scores, is_async=True)
-                s = hopper.warpgroup_mma_wait(0, deps=(scores,)) * score_scale
+                s = hopper.warpgroup_mma_wait(0, deps=(scores,))
                 if HOLD:
-                    if block > _told(facts, BEGIN):
-                        mbarrier.arrive(ready.index(gl.where(slot == 0, SLOTS - 1, slot - 1)), count=1)
+                    mbarrier.arrive(ready.index(before), count=1)
+                    before = slot
                 if block >= edge:
                     s = gl.where(_visible(block, bits, facts, tree_width, HEADS, TREE, S_LAYOUT), s, NEG_INF)
-                top_new = gl.maximum(top, gl.max(s, 1))
+                # The scale is positive.
+                top_new = gl.maximum(top, gl.max(s, 1) * score_scale)
                 base = gl.where(top_new == NEG_INF, 0.0, top_new)
                 factor = gl.exp2(top - base)
-                p = gl.exp2(s - base[:, None])
+                p = gl.exp2(s * score_scale - base[:, None])
                 # Every warp is done with the scores, in whose keys' place the probabilities go.
                 tl.debug_barrier()
                 factors.index(slot).store(factor)
@@ -324,8 +323,7 @@ def _scores_role(
                 side = side ^ 1
                 block += _told(facts, STEP)
             if HOLD:
-                if _told(facts, BEGIN) < end:
-                    mbarrier.arrive(ready.index(gl.where(slot == 0, SLOTS - 1, slot - 1)), count=1)
+                mbarrier.arrive(ready.index(before), count=1)
             safe = gl.where(total == 0, 1.0, total)
             lse = gl.where(total == 0, NEG_INF, top + gl.log2(safe))
             share = 1 / safe
@@ -378,8 +376,6 @@ def _first_values_role(
 ):  # fmt: skip
     """Finds the units, copies queries and keys, and owns the first half of the values."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    dtype: gl.constexpr = latent.dtype
     position = num_requests * 0
     slot = num_requests * 0
     phase = num_requests * 0
@@ -434,8 +430,8 @@ def _first_values_role(
                 _copy_latent(page, third * BLOCK_N % PAGE_SIZE, kv_latent, latent, filled, query_slot)
             acc = gl.zeros([BLOCK_M, HALF_D], gl.float32, O_LAYOUT)
             for block in range(begin, end, step):
-                v = latent.index(slot)._reinterpret(dtype, [BLOCK_N, D], SHARED).slice(0, HALF_D, 1)
-                p = rope.index(side)._reinterpret(dtype, [BLOCK_M, BLOCK_N], SHARED)
+                v = latent.index(slot).reshape([BLOCK_N, D]).slice(0, HALF_D, 1)
+                p = rope.index(side).reshape([BLOCK_M, BLOCK_N])
                 mbarrier.wait(probable.index(slot), phase)
                 acc = acc * factors.index(slot).load(gl.SliceLayout(1, O_LAYOUT))[:, None]
                 if HOLD:
@@ -470,8 +466,6 @@ def _second_values_role(
 ):  # fmt: skip
     """Owns the second half of the values."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    dtype: gl.constexpr = latent.dtype
     slot = nothing
     phase = nothing
     side = nothing
@@ -487,8 +481,8 @@ def _second_values_role(
             slot, phase = _next_slot(slot, phase)
             acc = gl.zeros([BLOCK_M, HALF_D], gl.float32, O_LAYOUT)
             for _ in range(begin, end, step):
-                v = latent.index(slot)._reinterpret(dtype, [BLOCK_N, D], SHARED).slice(HALF_D, HALF_D, 1)
-                p = rope.index(side)._reinterpret(dtype, [BLOCK_M, BLOCK_N], SHARED)
+                v = latent.index(slot).reshape([BLOCK_N, D]).slice(HALF_D, HALF_D, 1)
+                p = rope.index(side).reshape([BLOCK_M, BLOCK_N])
                 mbarrier.wait(probable.index(slot), phase)
                 acc = acc * factors.index(slot).load(gl.SliceLayout(1, O_LAYOUT))[:, None]
                 if HOLD:

@@ -97,11 +97,11 @@ def hopper_serves(
     return aligned and not any(stride % 8 for stride in strides) and hopper_products(q_latent.device) and has_gluon()
 
 
-def roles_serve(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
+def roles_serve(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor, scale: float) -> bool:
     """Whether the kernel of ``triton_hopper_roles`` takes a call that :func:`hopper_serves` accepts: whole blocks in pages,
-    and queries whose rows and heads are one stride apart."""
+    queries whose rows and heads are one stride apart, and a scale above zero."""
     flat = all(q.stride(0) == q.shape[1] * q.stride(1) for q in (q_latent, q_rope))
-    return flat and kv_cache.shape[1] % 64 == 0
+    return flat and kv_cache.shape[1] % 64 == 0 and scale > 0
 
 
 def mla(

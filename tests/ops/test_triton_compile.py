@@ -19,8 +19,11 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import dataclasses, json, sys
 sys.path[:0] = [{benchmarks!r}, {root!r}]
+from functools import partial
 from compile_triton import FP8, MhaCall, MlaCall, compiled
+from specops.ops.triton_common import Tiling
 import torch
+ROLES = partial(Tiling, 64, 64, 4, 2, 1, inline_merge=False, roles=True)
 print(json.dumps([dataclasses.asdict(kernel) for kernel in compiled({call})]))
 """
 
@@ -61,6 +64,23 @@ def test_mla_uses_hopper_products_side_by_side(call) -> None:
     assert kernel["kernel"] == "latent_split_kernel"
     assert kernel["wgmma"] == 40
     assert kernel["product_groups"] <= 3
+    assert kernel["shared"] <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "MlaCall(batch=8, num_heads=128, tiling=ROLES(direct=True, hold=True))",
+        "MlaCall(batch=32, page_size=128, packed=True, tree_width=4, sinks=True, tiling=ROLES())",
+    ],
+)
+def test_mla_with_roles_fits_its_registers(call) -> None:
+    """Each role in its share of the registers: else the compiler spills, and lines up all products one after another."""
+    kernel = compile_for_hopper(call)[0]
+    assert kernel["kernel"] == "latent_roles_kernel"
+    assert kernel["wgmma"] == 44
+    assert kernel["product_groups"] == 7
+    assert kernel["stack"] == 0
     assert kernel["shared"] <= 227 * 1024
 
 

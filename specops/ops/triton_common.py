@@ -279,13 +279,13 @@ def prefetch(address):
 
 
 @triton.jit
-def block_pages(pages, block, num_keys, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of a key block: a single one where it lies inside a page, else one for each key before ``num_keys``."""
+def block_pages(pages, block, wanted, num_keys, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page ids of a key block if ``wanted``: one where it lies inside a page, else one for each key before ``num_keys``."""
     if PAGE_SIZE % BLOCK_N == 0:
-        return tl.load(pages + block * BLOCK_N // PAGE_SIZE, mask=block * BLOCK_N < num_keys, other=0)
+        return tl.load(pages + block * BLOCK_N // PAGE_SIZE, mask=wanted, other=0)
     else:
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        return tl.load(pages + key // PAGE_SIZE, mask=key < num_keys, other=0)
+        return tl.load(pages + key // PAGE_SIZE, mask=wanted & (key < num_keys), other=0)
 
 
 @triton.jit

@@ -114,7 +114,6 @@ def fold_blocks(
     d = tl.arange(0, BLOCK_D)
     d2 = tl.arange(0, max(BLOCK_D2, 1))
     dv = tl.arange(0, BLOCK_DV)
-    limit = tl.minimum(num_keys, end * BLOCK_N)
     for block in tl.range(begin, end, step, num_stages=STAGES):
         key = block * BLOCK_N + n
         if ONE_PAGE:
@@ -127,7 +126,7 @@ def fold_blocks(
             offset = key % PAGE_SIZE
             k_at_row = k_head + (page.to(tl.int64) * stride_kp + offset * stride_ks)[:, None]
             v_at = v_head + (page.to(tl.int64) * stride_vp + offset * stride_vs)[:, None] + dv[None, :]
-        page = block_pages(pages, block + step, limit, PAGE_SIZE, BLOCK_N)
+        page = block_pages(pages, block + step, block + step < end, num_keys, PAGE_SIZE, BLOCK_N)
         inside = (key < num_keys)[:, None]
         k_at = k_at_row + d[None, :]
         k = load_tile(k_at, inside, (d < D)[None, :], MASKED, BLOCK_D != D).to(q.dtype)
@@ -331,7 +330,9 @@ def split_kernel(
         )
         contributors = tl.minimum((blocks + MIN_BLOCKS - 1) // MIN_BLOCKS, splits)
         # Without a window the first block is in reach of the page table, if not of the sequence.
-        page = block_pages(pages, first_block + index, table_keys, PAGE_SIZE, BLOCK_N)
+        page = block_pages(
+            pages, first_block + index, (first_block + index) * BLOCK_N < table_keys, table_keys, PAGE_SIZE, BLOCK_N
+        )
         if (tile < tiles) & (index < contributors):
             split_unit(
                 q, q2, k_cache, v_cache, out, page_table, sinks, tree_mask, partial, partial_lse, counters,
@@ -349,7 +350,7 @@ def split_kernel(
             HEADS, GROUP, BLOCK_M, BLOCK_N, BLOCK_B, PACKED, WINDOW, TREE,
         )  # fmt: skip
         if EVEN:
-            page_ahead = block_pages(pages, index, table_keys, PAGE_SIZE, BLOCK_N)
+            page_ahead = block_pages(pages, index, index * BLOCK_N < table_keys, table_keys, PAGE_SIZE, BLOCK_N)
             even, part, all_blocks = even_cut(cost, units, HEADS * max_tiles, tl.num_programs(0), MIN_BLOCKS)
             upto = cost
             if not even:
@@ -408,12 +409,13 @@ def split_kernel(
                     # Of the unit after this one, to be there when it begins.
                     following = tl.minimum(position + tl.num_programs(0), units - 1) // (HEADS * max_tiles)
                     page_ahead = block_pages(
-                        page_table + following.to(tl.int64) * stride_pages, index, table_keys, PAGE_SIZE, BLOCK_N
-                    )
+                        page_table + following.to(tl.int64) * stride_pages, index, index * BLOCK_N < table_keys,
+                        table_keys, PAGE_SIZE, BLOCK_N,
+                    )  # fmt: skip
                 else:
-                    page = block_pages(pages, begin, num_keys, PAGE_SIZE, BLOCK_N)
+                    page = block_pages(pages, begin, begin < end, num_keys, PAGE_SIZE, BLOCK_N)
             else:
-                page = block_pages(pages, begin, num_keys, PAGE_SIZE, BLOCK_N)
+                page = block_pages(pages, begin, begin < end, num_keys, PAGE_SIZE, BLOCK_N)
             kv_head = unit // tiles
             if ONE_TILE:
                 kv_head = unit
@@ -522,7 +524,9 @@ def split_unit(
     if WINDOW:
         # Blocks that none of this tile's rows sees, in whole steps.
         begin += tl.maximum(low // BLOCK_N - begin + step - 1, 0) // step * step
-        page = block_pages(page_table + request.to(tl.int64) * stride_pages, begin, num_keys, PAGE_SIZE, BLOCK_N)
+        page = block_pages(
+            page_table + request.to(tl.int64) * stride_pages, begin, begin < end, num_keys, PAGE_SIZE, BLOCK_N
+        )
     end = tl.minimum(end, (high + BLOCK_N - 1) // BLOCK_N)
 
     m = tl.full((BLOCK_M,), NEG_INF, tl.float32)
@@ -809,7 +813,7 @@ def tiles_kernel(
         v_head = v_cache + kv_head.to(tl.int64) * stride_vh
         pages = page_table + request.to(tl.int64) * stride_pages
         if not WINDOW:
-            page = block_pages(pages, begin, full_end * BLOCK_N, PAGE_SIZE, BLOCK_N)
+            page = block_pages(pages, begin, begin < full_end, num_keys, PAGE_SIZE, BLOCK_N)
             m, total, acc = fold_blocks(
                 q_tile, q2_tile, m, total, acc, page, begin, full_end, 1, k_head, v_head, pages,
                 seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,
@@ -817,7 +821,7 @@ def tiles_kernel(
                 D, D2, DV, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, SHARED_V,
                 False, WINDOW, SOFTCAP, TREE, TREE_BITS, False, STAGES,
             )  # fmt: skip
-        page = block_pages(pages, full_end, num_keys, PAGE_SIZE, BLOCK_N)
+        page = block_pages(pages, full_end, full_end < end, num_keys, PAGE_SIZE, BLOCK_N)
         m, total, acc = fold_blocks(
             q_tile, q2_tile, m, total, acc, page, full_end, end, 1, k_head, v_head, pages,
             seq_len, num_keys, first, last, bits, valid, mask_row, tree_width, score_scale, cap,

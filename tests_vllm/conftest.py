@@ -17,6 +17,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-1" if (os.cpu_count() or 1
 os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Threads that spin at every barrier are slow wherever another process wants the core, as in most CI machines.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A Llama of two layers; its weights are never read where no engine starts.
 TINY: dict[str, Any] = {

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,21 @@ from specops.spec.config import SpecConfig, context_length
 from specops.spec.prefill import Choose, Forwards, prefill
 from specops.spec.request import Request
 from specops.spec.round import RoundState
-from specops.spec.runners import VARIANTS, RoundRunners, Variant, variant_for
+from specops.spec.runners import VARIANTS, Pending, RoundRunners, Variant, variant_for
 from specops.spec.sampling import SamplingParams
 from specops.spec.stats import EngineStats
 from specops.spec.text import TextStream
 from specops.spec.verify import choose_next
 
 OnTokens = Callable[[Request, list[int]], None]
+
+
+class Launched(NamedTuple):
+    """A round under way: rows, whose requests they were at its launch, and what to read it from."""
+
+    rows: list[int]
+    requests: list[Request]
+    pending: Pending
 
 
 class Engine:
@@ -61,6 +69,9 @@ class Engine:
         tokenizer: gives requests their text and finds stop strings; anything with a transformers tokenizer's ``decode``.
         pack_weights: in eager mode on a CPU, run layers and products of few rows on compiled kernels, or without a C
             compiler over a copy of the weights laid out for few rows (:mod:`specops.models.packed_linear`).
+        look_ahead: launch a round before the result of the one before is read, so that the device does not wait for the
+            host; a request that ends then runs one round in vain. By default on a GPU with graphs. Never with ``split``
+            and with backends that plan on the host.
 
     Raises:
         ValueError: a draft that does not fit the target, a context beyond either model's, or a pool too small for one
@@ -84,6 +95,7 @@ class Engine:
         split: bool = False,
         tokenizer: Any = None,
         pack_weights: bool = True,
+        look_ahead: bool | None = None,
     ) -> None:
         weight = next(target.parameters())
         self.target, self.draft = target.eval(), draft.eval() if draft is not None else None
@@ -120,6 +132,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._active: dict[int, Request] = {}
         self._rows: tuple[list[int], Tensor, Variant] | None = None
+        self._ahead: Launched | None = None
         heads: Any = draft.config if draft is not None else None
         vocab, width = (None, None) if heads is None else (heads.draft_vocab_size, heads.hidden_size)
         self.state = RoundState(self.pages.tensor(), vocab, width, self.dtype)
@@ -138,6 +151,9 @@ class Engine:
             mode=self.mode,
             strict=strict,
         )
+        if look_ahead is None:
+            look_ahead = self.device.type == "cuda" and self.mode != "eager"
+        self.look_ahead = look_ahead and self.rounds.can_look_ahead
 
     @property
     def runners(self) -> dict[str, StepRunner]:
@@ -389,14 +405,50 @@ class Engine:
         return max(needed, key=VARIANTS.index)
 
     def _round(self, tell: OnTokens) -> list[Request]:
-        rows, index, variant = self._row_index()
-        lens, emitted, margins, logprobs = self.rounds.run(index, variant)
+        """Read the round that is under way, or launch one; and launch the next before, so that the device never waits.
+
+        A request that turns out to have ended has then run one round more. It wrote to its own pages, behind its end, and
+        whoever gets those pages next writes them later, in stream order.
+        """
+        started = time.perf_counter()
+        launched = self._ahead if self._ahead is not None and self._still_active(self._ahead) else self._launch()
+        self._ahead = self._launch() if self.look_ahead and self._goes_on(launched) else None
+        result = self.rounds.read(launched.pending)
+        if not self.split:
+            self._clock("decode" if self.draft is None else "round", started)
+        places = self._still_active(launched)
+        rows = [launched.rows[place] for place in places]
+        lens, emitted, margins, logprobs = result if len(rows) == len(launched.rows) else result.only(places)
         self.stats.steps += 1
         self.stats.rounds += len(rows)
         self.stats.emitted += sum(lens)
         for row, count in zip(rows, lens, strict=True):
             self._active[row].accept_lens.append(count)
         return self._hand_out(rows, _cut(emitted, lens), _cut(margins, lens), logprobs and _cut(logprobs, lens), tell)
+
+    def _launch(self) -> Launched:
+        rows, index, variant = self._row_index()
+        return Launched(rows, [self._active[row] for row in rows], self.rounds.launch(index, variant))
+
+    def _still_active(self, launched: Launched) -> list[int]:
+        """Places of the requests of a launched round that have neither ended nor been cancelled since."""
+        return [
+            place
+            for place, (row, request) in enumerate(zip(launched.rows, launched.requests, strict=True))
+            if self._active.get(row) is request
+        ]
+
+    def _goes_on(self, launched: Launched) -> bool:
+        """Whether some request may need a round after ``launched``, which gives each at least one token."""
+        under_way = set(map(id, launched.requests))
+        return any(
+            id(request) not in under_way
+            or (
+                len(request.tokens) + 1 < request.max_new_tokens
+                and len(request.prompt) + len(request.tokens) + 1 < self.max_context
+            )
+            for request in self._active.values()
+        )
 
     def _row_index(self) -> tuple[list[int], Tensor, Variant]:
         """Active rows, on the host and on the device, and what serves them; made anew only when the batch has changed."""
@@ -417,7 +469,9 @@ class Engine:
         """Append what a step emitted, tell the caller, and release the rows of requests that end."""
         finished = []
         for place, row in enumerate(rows):
-            request = self._active[row]
+            request = self._active.get(row)
+            if request is None:
+                continue  # Cancelled by a callback just now.
             scores = None if logprobs is None else logprobs[place]
             taken = request.emit(tokens[place], margins[place], self.max_context, scores)
             if request.finished:

@@ -7,6 +7,7 @@ row whose ``seq_len`` is always 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -140,6 +141,11 @@ class RoundResult(NamedTuple):
     tokens: list[list[int]]
     margins: list[list[float]]
     logprobs: list[list[float]] | None
+
+    def only(self, places: Sequence[int]) -> RoundResult:
+        """The result of some of the requests."""
+        lens, tokens, margins, logprobs = (None if part is None else [part[place] for place in places] for part in self)
+        return RoundResult(lens, tokens, margins, logprobs)  # type: ignore[arg-type]
 
 
 def unpack(packed: Tensor, width: int) -> RoundResult:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,14 @@ def variant_for(sampling: SamplingParams, logprobs: bool = False) -> Variant:
     if sampling.penalised:
         return "top_k"
     return "greedy" if sampling.greedy and not logprobs else "sampled"
+
+
+class Pending(NamedTuple):
+    """A launched round: its result, or what it is read from once ``copied`` has happened."""
+
+    result: RoundResult | None
+    packed: Tensor | None
+    copied: torch.cuda.Event | None
 
 
 class RoundRunners:
@@ -86,6 +94,8 @@ class RoundRunners:
         self.runners: dict[str, StepRunner] = {}
         self._main: dict[Variant, StepRunner] = {}
         self._last: tuple[StepRunner, Tensor] | None = None
+        self._host: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event]] = {}
+        self._turn = 0
         self._drafting = None if draft is None else DraftStep(draft, page_size, config)
         self._calls = round_calls(target, draft, config)
         tell_of_host_plans(self._calls.all)
@@ -144,19 +154,46 @@ class RoundRunners:
             self.sampler = Sampler(state.spare_row + 1, vocab, state.seq_lens.device)  # type: ignore[arg-type]
         return self.sampler
 
-    def run(self, rows: Tensor, variant: Variant) -> RoundResult:
-        """One round of the requests in ``rows`` ``[B]`` int64."""
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether a round may be launched before the one before it is read: all it needs is on the device.
+
+        Not so for split rounds, whose phases are timed, and for planned backends, which read lengths on the host.
+        """
+        return not self.split and self._plan is None
+
+    def launch(self, rows: Tensor, variant: Variant) -> Pending:
+        """Start one round of the requests in ``rows`` ``[B]`` int64; at most two may be pending."""
         runner = self.build(variant)
         if self.split:
-            return self._run_split(rows, runner)
-        started = time.perf_counter()
+            return Pending(self._run_split(rows, runner), None, None)
         # The engine makes a new tensor whenever the batch changes, and never writes into one.
         unchanged = self._last is not None and self._last[0] is runner and self._last[1] is rows
         self._last = runner, rows
         packed = runner.run((rows,), unchanged=unchanged)[0]
-        result = unpack(packed, 1 if self.draft is None else self.config.width)
-        self.clock(self._main["greedy"].name, started)
-        return result
+        if packed.device.type != "cuda":
+            return Pending(None, packed, None)
+        # The next round overwrites what this one leaves, so it goes to one of two buffers on the host by then.
+        self._turn = 1 - self._turn
+        key = self._turn, packed.shape[1]
+        if key not in self._host:
+            most = self.state.spare_row
+            buffer = torch.empty((most, packed.shape[1]), dtype=packed.dtype, pin_memory=True)
+            self._host[key] = buffer, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        buffer, copied = self._host[key]
+        host = buffer[: packed.shape[0]]
+        host.copy_(packed, non_blocking=True)
+        copied.record(torch.cuda.current_stream(packed.device))
+        return Pending(None, host, copied)
+
+    def read(self, pending: Pending) -> RoundResult:
+        """Wait for a round and read it."""
+        if pending.result is not None:
+            return pending.result
+        if pending.copied is not None:
+            pending.copied.synchronize()
+        assert pending.packed is not None
+        return unpack(pending.packed, 1 if self.draft is None else self.config.width)
 
     def _round_state(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Page tables and committed lengths that a round over ``fields`` will read."""

@@ -218,6 +218,9 @@ def drop_native_layers(model: nn.Module) -> None:
 
 
 def _serves(hidden: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        # Asked first: the number of rows, once compared, would be guarded.
+        return False
     return hidden.shape[0] <= NATIVE_ROWS and not torch.is_grad_enabled() and native.usable(hidden)
 
 

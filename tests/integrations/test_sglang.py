@@ -269,7 +269,7 @@ def test_options_that_the_ops_lack_are_refused_by_name(monkeypatch: pytest.Monke
         backend.init_forward_metadata(session.batch(modes().TARGET_VERIFY, [4] * 3, [9, 12, 3], spec_info=ragged))
 
 
-@pytest.mark.skipif(world.REAL, reason="SGLang's own registries would keep the entry; test_signatures binds them")
+@pytest.mark.skipif(world.REAL, reason="over SGLang itself its own registries would keep the entry")
 def test_registering_adds_names_and_one_hook_once(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = world.stand_ins()
     for name, module in modules.items():

@@ -178,9 +178,9 @@ def _own_doc(value: Any, module: Any, public: str) -> str:
 
 
 def _imported_from(module: Any) -> list[str]:
-    return [
-        node.module for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ImportFrom) and node.module
-    ]
+    """Modules named by ``from ... import``, those that are imported at first use among them."""
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    return [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
 
 
 @cache

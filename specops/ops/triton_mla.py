@@ -36,10 +36,22 @@ DIRECT_REQUESTS, DIRECT_UNITS = 1, 64
 # More rows times heads make units of unequal lengths, which the schedule evens out.
 DIRECT_ROWS = 1024
 HOPPER_DIMS = (512, 64)
+# Requests up to which the kernel of ``triton_hopper_roles`` finds its place in the schedule.
+MOST_SCHEDULED = 128
+# Programs of a unit up to which their partial results are rounded; see :func:`_with_roles`.
+MOST_ROUNDED_SPLITS = 4
 
 
 def choose_tiling(
-    rows: int, dtype: torch.dtype, latent_dim: int, split: bool, *, batch: int = 1, hopper: bool = False
+    rows: int,
+    dtype: torch.dtype,
+    latent_dim: int,
+    split: bool,
+    *,
+    batch: int = 1,
+    hopper: bool = False,
+    roles: bool = False,
+    programs: int = 132,
 ) -> Tiling:
     """Sizes of a launch.
 
@@ -50,12 +62,16 @@ def choose_tiling(
         split: for the split kernel, else for the tile kernel.
         batch: requests.
         hopper: whether the kernel of ``triton_hopper`` serves the call.
+        roles: whether the kernel of ``triton_hopper_roles`` serves it too.
+        programs: multiprocessors of the device.
     """
     if dtype == torch.float32:
         return Tiling(16, 16, 8 if latent_dim > 128 else 4, 1, 1)
     units = batch * -(-rows // TILE_ROWS)
     direct = split and rows <= DIRECT_ROWS and (batch <= DIRECT_REQUESTS or units >= DIRECT_UNITS)
-    # A single unit has too few blocks to fill the pipeline: 13.3 us in plain tiles of 16 rows, 14.8 here.
+    # A single unit has too few blocks to fill the pipeline: 13.2 us in plain tiles of 16 rows, 14.5 with roles.
+    if roles and split and units > 1 and (rows <= DIRECT_ROWS or batch <= MOST_SCHEDULED):
+        return _with_roles(rows, programs // units)
     if hopper and split and units > 1:
         return Tiling(TILE_ROWS, 64, 8, 2, 1, inline_merge=False, direct=direct, hopper=True)
     block_m = min(max(next_power_of_2(rows), 16), TILE_ROWS)
@@ -66,6 +82,35 @@ def choose_tiling(
     if batch <= 8 and rows <= 512:
         return Tiling(16, 64, 4, 2, 1, inline_merge=False, direct=direct)
     return Tiling(block_m, 32, 8 if block_m == TILE_ROWS else 4, 3, 1, inline_merge=False)
+
+
+def _with_roles(rows: int, splits: int) -> Tiling:
+    """Sizes of the kernel of ``triton_hopper_roles``.
+
+    H200, 2026-11-29, 4 rows, 4096 keys, us at 8 and 32 requests of 16 heads, then 1 and 8 of 128 heads: 33.2, 80.6, 28.5,
+    111.7 by the schedule, 31.0, 76.3, 25.5, 79.4 direct. Holding values back pays where tiles share keys, so that products
+    and not copies take the time: 32 requests of 128 heads 235.9, 262.1 without; 128 requests of 16 heads 161.1, 158.6
+    without. Those gain from the early launch instead: 157.2. Rounded partial results pay where a few long parts are merged
+    (4 and 2: 67.4 and 71.7) and cost time with many short ones (16: 37.4 and 33.1).
+
+    Args:
+        rows: as for :func:`choose_tiling`.
+        splits: programs for each unit.
+    """
+    shared_keys = rows > TILE_ROWS
+    return Tiling(
+        TILE_ROWS,
+        64,
+        4,
+        2,
+        1,
+        inline_merge=False,
+        direct=rows <= DIRECT_ROWS,
+        roles=True,
+        hold=shared_keys,
+        early=not shared_keys,
+        rounded_partials=rows <= DIRECT_ROWS and 2 <= splits <= MOST_ROUNDED_SPLITS,
+    )
 
 
 @functools.cache
@@ -135,7 +180,16 @@ def mla(
         split = not many and batch <= MAX_SCHEDULED_REQUESTS
     if tiling is None:
         hopper = hopper_serves(q_latent, q_rope, kv_cache, tree_mask, window, softcap, kv_scale)
-        tiling = choose_tiling(rows, q_latent.dtype, latent_dim, split, batch=batch, hopper=hopper)
+        tiling = choose_tiling(
+            rows,
+            q_latent.dtype,
+            latent_dim,
+            split,
+            batch=batch,
+            hopper=hopper,
+            roles=hopper and roles_serve(q_latent, q_rope, kv_cache, scale),
+            programs=num_sms(q_latent.device),
+        )
     cache = kv_cache.unsqueeze(2)
     return launch(
         q_latent,

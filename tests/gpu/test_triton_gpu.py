@@ -169,7 +169,7 @@ def test_mla_takes_the_hopper_kernel_where_it_can(monkeypatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for compute capability 9.0")
     taken = []
-    monkeypatch.setattr(triton_mla, "launch", lambda *args, tiling, **options: taken.append(tiling.hopper))
+    monkeypatch.setattr(triton_mla, "launch", lambda *args, tiling, **options: taken.append(tiling.hopper or tiling.roles))
     for case in ({}, {"window": 9}, {"latent_dim": 256}, {"dtype": torch.float32}, {"tree_width": 6, "query_lens": 6}):
         made = make_mla_case(
             **{"seq_lens": (90, 8), "latent_dim": 512, "rope_dim": 64, "dtype": torch.float16, "device": "cuda", **case}

@@ -56,7 +56,8 @@ def test_mha_uses_tensor_cores_and_async_copies_without_spills(call) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["MlaCall(batch=2)", "MlaCall(batch=8, num_heads=128, page_size=16, tree_width=4, sinks=True)"]
+    "call",
+    ["MlaCall(batch=2, page_size=16)", "MlaCall(batch=8, num_heads=128, page_size=16, tree_width=4, sinks=True)"],
 )
 def test_mla_uses_hopper_products_side_by_side(call) -> None:
     """40 products of one key block in two asynchronous groups and one that is waited for, not 40 times one and a wait."""
@@ -70,7 +71,7 @@ def test_mla_uses_hopper_products_side_by_side(call) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        "MlaCall(batch=8, num_heads=128, tiling=ROLES(direct=True, hold=True))",
+        "MlaCall(batch=8, num_heads=128)",
         "MlaCall(batch=32, page_size=128, packed=True, tree_width=4, sinks=True, tiling=ROLES())",
     ],
 )

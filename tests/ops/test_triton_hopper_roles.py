@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 import gluon_emulator
 import pytest
 
+from specops.ops import triton_mla
 from specops.ops.triton_common import Tiling
 from specops.ops.triton_mla import mla
 from specops.testing import assert_close_to_oracle, make_mla_case
@@ -29,10 +30,12 @@ CASE = {"latent_dim": 512, "rope_dim": 64, "page_size": 64, "num_heads": 16, "qu
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernel itself runs, in tests/gpu")
 
 
-def check(monkeypatch, tiling: Tiling, seed: int = 0, **case) -> None:
+def check(monkeypatch, tiling: Tiling | None, seed: int = 0, **case) -> float:
     made = make_mla_case(**{**CASE, "seq_lens": (400, 64, 65), **case})
-    monkeypatch.setattr(roles, "latent_roles_kernel", gluon_emulator.emulated(roles, "latent_roles_kernel", seed))
-    assert_close_to_oracle(mla(*made.args(), **made.kwargs(), tiling=tiling, split=True), made.oracle())
+    with monkeypatch.context() as patch:
+        patch.setattr(roles, "latent_roles_kernel", gluon_emulator.emulated(roles, "latent_roles_kernel", seed))
+        out = mla(*made.args(), **made.kwargs(), tiling=tiling, split=True)
+    return assert_close_to_oracle(out, made.oracle())
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -62,8 +65,40 @@ def test_features(monkeypatch, features, direct) -> None:
     check(monkeypatch, replace(ROLES, hold=direct, direct=direct), seed=5, **features)
 
 
-def test_partial_results_may_be_rounded_to_the_dtype_of_the_query(monkeypatch) -> None:
-    check(monkeypatch, replace(ROLES, direct=True, rounded_partials=True), dtype=torch.bfloat16)
+@pytest.mark.parametrize(("dtype", "half_unit"), [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)])
+def test_rounded_partial_results_add_less_than_half_a_unit(monkeypatch, dtype, half_unit) -> None:
+    """Partial results are means of values, and the output a mean of them, so rounding them adds at most what rounding the
+    output does: half a unit in the last place of each number."""
+    case = {"dtype": dtype, "seq_lens": (700, 600)}
+    exact = check(monkeypatch, replace(ROLES, direct=True), **case)
+    rounded = check(monkeypatch, replace(ROLES, direct=True, rounded_partials=True), **case)
+    assert exact != rounded
+    assert rounded < exact + half_unit
+
+
+@pytest.mark.parametrize(
+    ("case", "chosen"),
+    [
+        # Of 8 multiprocessors, as assumed here: 4 programs a unit, 2, 1, and 8 for the only unit, which has another kernel.
+        ({"seq_lens": (400, 65)}, {"roles", "direct", "early", "rounded_partials"}),
+        ({"num_heads": 128, "query_lens": 2, "seq_lens": (300,)}, {"roles", "direct", "hold", "rounded_partials"}),
+        ({"seq_lens": (70,) * 8}, {"roles", "direct", "early"}),
+        ({"seq_lens": (400,)}, set()),
+    ],
+)
+def test_what_is_chosen_for_hopper(monkeypatch, case, chosen) -> None:
+    taken = []
+
+    def launch(*args, tiling, **options):
+        taken.append(tiling)
+        return launched(*args, tiling=tiling, **options)
+
+    launched = triton_mla.launch
+    monkeypatch.setattr(triton_mla, "launch", launch)
+    monkeypatch.setattr(triton_mla, "hopper_products", lambda device: True)
+    check(monkeypatch, None, **case)
+    options = ("roles", "direct", "hold", "early", "rounded_partials")
+    assert {option for option in options if getattr(taken[0], option) and taken[0].roles} == chosen
 
 
 def test_a_negative_length_is_no_keys(monkeypatch) -> None:

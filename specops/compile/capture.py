@@ -33,16 +33,23 @@ def captures(device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture what is launched within into ``graph``; no garbage is collected meanwhile, which could free what the device
-    may not be asked to free then."""
+    may not be asked to free then.
+
+    cuBLAS's workspace is dropped before, so that the graph gets one in its own pool: torch drops workspaces whenever it
+    records a graph of its own, and a graph that used the common one would then write to memory that is another's. It is
+    dropped after as well, which leaves that part of the pool to the next capture.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
         with torch.cuda.stream(stream):
+            torch._C._cuda_clearCublasWorkspaces()
             graph.capture_begin(pool)
             try:
                 yield
             finally:
                 graph.capture_end()
+                torch._C._cuda_clearCublasWorkspaces()
     finally:
         if collects:
             gc.enable()

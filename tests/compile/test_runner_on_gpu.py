@@ -117,3 +117,25 @@ def test_outputs_survive_replays_of_larger_buckets() -> None:
         out = runner(batch_of([12] * count, [2] * count, device="cuda", seed=seed))
         kept.extend((tensor, tensor.clone()) for tensor in out)
     assert all(torch.equal(now, then) for now, then in kept)
+
+
+def test_f27_graphs_live_on_when_torch_records_its_own() -> None:
+    """torch drops cuBLAS's workspaces when it records a graph; ours may not use memory that is freed with them."""
+    draft = tiny_draft(400, device="cuda")
+    runner = runner_for(draft, "direct", strict=True)
+    runner.warm_up()
+    batch = batch_of([14, 20, 9], [3, 1, 2], device="cuda", seed=1)
+    fill(draft)
+    expected = [tensor.clone() for tensor in runner(batch)]
+    other = runner_for(tiny_draft(400, device="cuda"), "reduce-overhead", strict=True)
+    other.warm_up()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    # Whatever was given back is now somebody's, and holds NaN.
+    taken = [torch.full((2**22,), float("nan"), device="cuda") for _ in range(32)]
+    for _ in range(3):
+        fill(draft)
+        out = runner(batch)
+        torch.cuda.synchronize()
+        assert all(torch.equal(now, then) for now, then in zip(out, expected, strict=True))
+    assert all(bool(tensor.isnan().all()) for tensor in taken), "a graph wrote to memory that is not its own"

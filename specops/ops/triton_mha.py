@@ -63,8 +63,9 @@ def choose_tiling(
         return Tiling(block_m, 32, 4, 3, 2, early=True, even=True)
     if batch <= DIRECT_REQUESTS and rows <= MAX_SPLIT_ROWS:
         # H200, 2026-11-29, us, merged by the second kernel and by the last program: 4 rows of 4096 keys 10.25 and 13.4;
-        # 9 heads in 3, D=64, 256 keys: 4 rows 4.2 and 4.9, or 4.7 for one program a head; 16 rows 5.1 and 5.6.
-        return Tiling(block_m, 64, 4, 3, 2, inline_merge=False, direct=True, early=True)
+        # 9 heads in 3, D=64, 256 keys: 4 rows 4.2 and 4.9, or 4.7 for one program a head; 16 rows 5.1 and 5.6. With three
+        # blocks in flight 12.0 in a later run, with four 10.2.
+        return Tiling(block_m, 64, 4, 4, 2, inline_merge=False, direct=True, early=True)
     least = max(PROGRAM_BYTES // (64 * (head_dim + value_dim) * kv_dtype.itemsize), 1)
     programs = MANY_UNITS_PROGRAMS_PER_SM if units_per_sm >= MANY_UNITS_PER_SM else PROGRAMS_PER_SM
     return Tiling(block_m, 64, 4, 3, programs, min_blocks=least, early=True, even=True)

@@ -29,8 +29,9 @@ from specops.models.packed_linear import pack_linears
 from specops.parallel import random_seed
 from specops.spec.config import SpecConfig, context_length
 from specops.spec.prefill import Choose, Forwards, prefill
+from specops.spec.prefill_graphs import PrefillGraphs, PrefillStep, plans_on_host
 from specops.spec.request import Request
-from specops.spec.round import RoundState
+from specops.spec.round import RoundResult, RoundState, pack, unpack
 from specops.spec.runners import VARIANTS, Pending, RoundRunners, Variant, variant_for
 from specops.spec.sampling import SamplingParams
 from specops.spec.stats import EngineStats
@@ -151,6 +152,17 @@ class Engine:
             mode=self.mode,
             strict=strict,
         )
+        self._prefill_graphs: PrefillGraphs | None = None
+        if self._forwards.compiled and not plans_on_host((self.target, self.draft)):
+            self._prefill_graphs = PrefillGraphs(
+                PrefillStep(self.target, self.draft, self.state, lambda: self._forwards),
+                self.device,
+                max_requests=max_requests,
+                max_rows=min(self._forwards.chunk_tokens, max_requests * self.max_context),
+                share_pool=self._share_pool,
+                mode=self.mode,
+                strict=strict,
+            )
         if look_ahead is None:
             look_ahead = self.device.type == "cuda" and self.mode != "eager"
         self.look_ahead = look_ahead and self.rounds.can_look_ahead
@@ -288,11 +300,14 @@ class Engine:
         """
         self._forwards.warm_up(self.pages.max_pages, self.max_requests)
         self.rounds.warm_up({variant_for(params, logprobs) for params in sampling}, progress)
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.warm_up(progress)
         return self.explain()
 
     def explain(self) -> dict[str, RunnerReport]:
-        """Each runner's report: captured or why not."""
-        return {name: runner.explain() for name, runner in self.runners.items()}
+        """Each runner's report: captured or why not; and that of prefill's graphs, where there can be any."""
+        reports = {name: runner.explain() for name, runner in self.runners.items()}
+        return reports if self._prefill_graphs is None else {**reports, "prefill": self._prefill_graphs.explain()}
 
     def cancel(self, request: Request) -> None:
         """Drop a waiting or running request; its pages are free at once."""
@@ -365,24 +380,40 @@ class Engine:
         if not joined:
             return []
         started = time.perf_counter()
+        result = self._replay_prefill(joined) or self._run_prefill(joined)
+        self._clock("prefill", started)
+        return self._hand_out(joined, result.tokens, result.margins, result.logprobs, tell)
+
+    def _replay_prefill(self, joined: list[int]) -> RoundResult | None:
+        """First tokens by one replay; None where no graph serves the prompts."""
+        if self._prefill_graphs is None or self._variant(joined) != "greedy":
+            return None
+        self.pages.tensor()
+        return self._prefill_graphs.run(joined, [self._active[row].prompt for row in joined])
+
+    def _run_prefill(self, joined: list[int]) -> RoundResult:
+        """First tokens of any prompts, chosen in any way."""
         index = torch.tensor(joined, device=self.device)
         prompts = [self._active[row].prompt for row in joined]
-        table = self.pages.tensor()[index]
         out = prefill(
             self.target,
             self.draft,
             prompts,
-            table,
+            self.pages.tensor()[index],
             self.page_size,
             self._forwards,
             self._first_choice(joined, index),
         )
         lens = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=self.device)
         self.state.join(index, lens, out.next_tokens, out.next_token_logits, out.hidden_states)
-        tokens, margins = out.next_tokens[:, None].tolist(), out.margins[:, None].tolist()
-        logprobs = None if out.logprobs is None else out.logprobs[:, None].tolist()
-        self._clock("prefill", started)
-        return self._hand_out(joined, tokens, margins, logprobs, tell)
+        scores = [score[:, None] for score in (out.margins, out.logprobs) if score is not None]
+        return unpack(pack(torch.ones_like(lens), out.next_tokens[:, None], *scores), 1)
+
+    def _share_pool(self, own: Any) -> Any:
+        """The memory pool of the rounds' graphs, which becomes ``own`` if they have none yet."""
+        runner = self.rounds.build("greedy")
+        runner.pool = runner.pool or own
+        return runner.pool
 
     def _first_choice(self, joined: list[int], index: Tensor) -> Choose:
         """How prefill chooses the first tokens; puts the parameters of sampling requests where the steps read them."""

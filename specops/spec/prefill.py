@@ -2,14 +2,18 @@
 
 Target and draft share page tables, so a token's place is the same in both. The draft reads pairs: at place ``i`` the
 target's hidden state of token ``i`` with the embedding of token ``i + 1``; the last pair uses the token the target just
-chose. Runs without graphs, since the number of rows changes every time; on a GPU the two forwards are compiled once for
-any number of rows (:class:`Forwards`), which is what time to the first token depends on.
+chose. Prompts that fit one chunk take one pass of each model (:meth:`Forwards.whole`). Of longer ones the draft runs its
+last pair alone, once every chunk is through the target.
+
+On a GPU the two forwards are compiled once for any number of rows (:class:`Forwards`). Whole greedy prefills are replays of
+CUDA graphs there, over the same compiled forwards: :mod:`specops.spec.prefill_graphs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +99,7 @@ class Forwards:
         aux_layers: tuple[int, ...] = (),
         compiled: bool = False,
     ) -> None:
+        self._models = target, draft
         chunk_tokens = -(-chunk_tokens // self.ROWS) * self.ROWS if compiled else chunk_tokens
         self.chunk_tokens, self.compiled = chunk_tokens, compiled
         steps: list[nn.Module] = [TargetRows(target, page_size, chunk_tokens, aux_layers)]
@@ -102,20 +107,47 @@ class Forwards:
             steps.append(DraftRows(draft, page_size, chunk_tokens))
         self._steps = [torch.compile(own_code(step), fullgraph=True) if compiled else step for step in steps]
         self._device = next(target.parameters()).device
-        self._hidden_width: int | None = None if draft is None else draft.config.hidden_width  # type: ignore[union-attr, assignment]
-        self._dtype = next(target.parameters()).dtype
 
     def target(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """``[T, H]`` hidden states for the LM head, and what the draft gets."""
         hidden, handed_on = self._steps[0](**self._marked(rows))
         return hidden, handed_on
 
-    def draft(self, rows: Rows, hidden_states: Tensor) -> None:
+    def draft(self, rows: Rows, hidden_states: Tensor) -> Tensor:
+        """``[T, H]`` hidden states of the draft."""
         missing = rows.input_ids.shape[0] - hidden_states.shape[0]
         if missing:
             hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, missing))
         if self.compiled:
             torch._dynamo.mark_dynamic(hidden_states, 0)
-        self._steps[1](hidden_states=hidden_states, **self._marked(rows))
+        (carried,) = self._steps[1](hidden_states=hidden_states, **self._marked(rows))
+        return carried
+
+    def whole(self, rows: Rows, choose: Choose) -> PrefillOutput:
+        """Whole prompts, one pass of each model, without a word to the host.
+
+        Args:
+            rows: of all ``B`` requests from their first token on. Rows behind the last request write nothing; neither do
+                requests without rows, whose part of the output is finite and means nothing.
+            choose: as for :func:`prefill`.
+        """
+        target, draft = self._models
+        num_rows = rows.input_ids.shape[0]
+        hidden, handed_on = self.target(rows)
+        live = rows.query_start.diff() > 0
+        last = (rows.query_start[1:].long() - 1).clamp(min=0)
+        # What is in a filler row, NaN perhaps, must not reach the state of padded requests.
+        chosen_from = torch.where(live[:, None], hidden[last], 0)
+        next_tokens, margins, *rest = choose(target.compute_logits(chosen_from), rows.seq_lens)  # type: ignore[operator]
+        logprobs = rest[0] if rest else None
+        if draft is None:
+            return PrefillOutput(next_tokens, margins, logprobs, None, None)
+        # One place more than rows: it takes the tokens of requests without any.
+        following = nn.functional.pad(rows.input_ids[1:], (0, 2))
+        following.index_put_((torch.where(live, last, num_rows),), next_tokens)
+        carried = self.draft(replace(rows, input_ids=following[:num_rows].clone()), handed_on)
+        carried = torch.where(live[:, None], carried[last], 0)
+        return PrefillOutput(next_tokens, margins, logprobs, draft.compute_logits(carried), carried)  # type: ignore[operator]
 
     @torch.no_grad()
     def warm_up(self, max_pages: int, max_requests: int) -> None:
@@ -126,10 +158,8 @@ class Forwards:
             ends = torch.zeros(requests, dtype=torch.int32, device=self._device)
             starts = torch.arange(requests + 1, dtype=torch.int32, device=self._device)
             table = torch.zeros((requests, max_pages), dtype=torch.int32, device=self._device)
-            rows = Rows(torch.zeros(2 * self.ROWS, dtype=torch.int64, device=self._device), starts, ends, table)
-            self.target(rows)
-            if self._hidden_width is not None:
-                self.draft(rows, torch.zeros((2 * self.ROWS, self._hidden_width), dtype=self._dtype, device=self._device))
+            ids = torch.zeros(2 * self.ROWS, dtype=torch.int64, device=self._device)
+            self.whole(Rows(ids, starts, ends, table), choose_next)
 
     def _marked(self, rows: Rows) -> dict[str, Tensor]:
         if self.compiled:
@@ -178,6 +208,10 @@ def prefill(
         choose: called with the target's logits after the prompts ``[B, V]`` and their lengths ``[B]`` int32; returns
             tokens, margins and, perhaps, log-probabilities. The argmax when not given.
     """
+    lengths = [len(prompt) for prompt in prompts]
+    if sum(lengths) <= forwards.chunk_tokens:
+        part = {request: (0, length) for request, length in enumerate(lengths)}
+        return forwards.whole(_packed(prompts, part, page_table, forwards), choose)
     device = page_table.device
     last: dict[int, tuple[Tensor, Tensor]] = {}
     done = [0] * len(prompts)
@@ -198,7 +232,7 @@ def prefill(
         if draft is not None:
             _draft_rows([prompt[1:] for prompt in prompts], ready_part, rows, page_table, forwards)
     order = range(len(prompts))
-    lens = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32, device=device)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     logits = target.compute_logits(torch.stack([last[request][0] for request in order]))  # type: ignore[operator]
     next_tokens, margins, *rest = choose(logits, lens)
     logprobs = rest[0] if rest else None
@@ -226,16 +260,15 @@ def _packed(
 ) -> Rows:
     """The rows that ``part`` names, padded for compiled forwards."""
     device = page_table.device
-    widths = [end - start for start, end in part.values()]
     ids = [token for request, (start, end) in part.items() for token in tokens[request][start:end]]
     if forwards.compiled:
         ids += [0] * (-len(ids) % forwards.ROWS)
-    return Rows(
-        torch.tensor(ids, dtype=torch.int64, device=device),
-        torch.tensor([0, *widths]).cumsum(0).to(torch.int32).to(device),
-        torch.tensor([end for _, end in part.values()], dtype=torch.int32, device=device),
-        page_table[torch.tensor(list(part), device=device)],
-    )
+    starts = [0, *accumulate(end - start for start, end in part.values())]
+    ends = [end for _, end in part.values()]
+    # One copy to the device for all of them.
+    numbers = torch.tensor([*starts, *ends, *part, *ids], dtype=torch.int32, device=device)
+    split: tuple[Tensor, ...] = torch.split(numbers, [len(starts), len(ends), len(ends), len(ids)])  # type: ignore[no-untyped-call]
+    return Rows(split[3].long(), split[0].clone(), split[1].clone(), page_table[split[2].long()])
 
 
 def _draft_rows(

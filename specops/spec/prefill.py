@@ -134,19 +134,20 @@ class Forwards:
         target, draft = self._models
         num_rows = rows.input_ids.shape[0]
         hidden, handed_on = self.target(rows)
-        live = rows.query_start.diff() > 0
+        # Numbers are filled in, never wrapped into tensors: those would come from the host, which no graph allows.
+        idle = rows.query_start.diff() == 0
         last = (rows.query_start[1:].long() - 1).clamp(min=0)
         # What is in a filler row, NaN perhaps, must not reach the state of padded requests.
-        chosen_from = torch.where(live[:, None], hidden[last], 0)
+        chosen_from = hidden[last].masked_fill(idle[:, None], 0)
         next_tokens, margins, *rest = choose(target.compute_logits(chosen_from), rows.seq_lens)  # type: ignore[operator]
         logprobs = rest[0] if rest else None
         if draft is None:
             return PrefillOutput(next_tokens, margins, logprobs, None, None)
         # One place more than rows: it takes the tokens of requests without any.
         following = nn.functional.pad(rows.input_ids[1:], (0, 2))
-        following.index_put_((torch.where(live, last, num_rows),), next_tokens)
+        following.index_put_((last.masked_fill(idle, num_rows),), next_tokens)
         carried = self.draft(replace(rows, input_ids=following[:num_rows].clone()), handed_on)
-        carried = torch.where(live[:, None], carried[last], 0)
+        carried = carried[last].masked_fill(idle[:, None], 0)
         return PrefillOutput(next_tokens, margins, logprobs, draft.compute_logits(carried), carried)  # type: ignore[operator]
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
     python benchmarks/tune_mla.py --seconds 100
     python benchmarks/tune_mla.py --rows 128h_128x4x4096 --no-check
+    python benchmarks/tune_mla.py --set merge --rows 16h_8x4x4096 16h_32x4x4096 128h_1x4x4096 128h_8x4x4096 --no-check
 
 All kernels are compiled first, in several processes. Everything that touches the GPU runs in a process of its own: a
 candidate that faults or hangs is named and passed over. One JSON line is printed for each check and measurement, and the
@@ -30,6 +31,8 @@ from specops.ops.triton_common import Tiling  # noqa: E402
 GOOD_ERROR = 1e-2
 # A candidate that says nothing for so long hangs; the first answer of a process takes starting CUDA as well.
 PATIENCE_S, START_S = 20.0, 45.0
+# Which candidates are compared.
+chosen_set = "all"
 # Exit code of a worker that has said why its CUDA context is lost.
 BROKEN = 3
 
@@ -48,6 +51,26 @@ CHECKS: list[dict[str, Any]] = [
 
 def candidates(row: Row) -> dict[str, Tiling | None]:
     """Names and tilings; None is what ``choose_tiling`` picks."""
+    return _merging(row) if chosen_set == "merge" else _all(row)
+
+
+def _merging(row: Row) -> dict[str, Tiling | None]:
+    """Ways to leave partial results and to merge them."""
+    found: dict[str, Tiling | None] = {"default": None}
+    name, base = (
+        ("hold", replace(ROLES, direct=True, hold=True)) if row.num_heads > 16 else ("free", replace(ROLES, direct=True))
+    )
+    for early in (False, True):
+        for rounded in (False, True):
+            for wide in (False, True):
+                if early or wide:
+                    words = [name, *["early"] * early, *["rounded"] * rounded, *["wide"] * wide]
+                    tiling = replace(base, early=early, rounded_partials=rounded, wide_merge=wide)
+                    found["/".join(words)] = tiling
+    return found
+
+
+def _all(row: Row) -> dict[str, Tiling | None]:
     units = row.batch * -(-row.query_len * row.num_heads // 64)
     found: dict[str, Tiling | None] = {"default": None}
     for name, tiling in (("free", ROLES), ("hold", replace(ROLES, hold=True))):
@@ -101,9 +124,14 @@ def compile_ahead(rows: list[Row], check: bool, workers: int) -> list[str]:
                 tiling = replace(tiling, min_blocks=1 if tiling.direct else tiling.min_blocks)
                 call = MlaCall(size, row.query_len, row.num_heads, page_size=64, max_pages=64, tiling=tiling)
                 calls[call] = name
-    results = compile_all(list(calls), workers)
+    # What differs in the batch or the merge alone has the same first kernel, which is compiled once.
+    kinds = {replace(call, batch=0, tiling=replace(call.tiling, wide_merge=False)): call for call in calls}
+    first = list(kinds.values())
+    rest = [call for call in calls if call not in first]
+    results = [*zip(first, compile_all(first, workers), strict=True), *zip(rest, compile_all(rest, workers), strict=True)]
     failed = []
-    for (call, name), result in zip(calls.items(), results, strict=True):
+    for call, result in results:
+        name = calls[call]
         if isinstance(result, str):
             failed.append(f"{name} b{call.batch} h{call.num_heads}: {result}")
         elif result[0].stack or result[0].product_groups > 12:
@@ -122,6 +150,7 @@ def parent(args: argparse.Namespace) -> None:
         command = [sys.executable, os.path.abspath(__file__), "--worker", str(first), "--seconds", left]
         command += [] if args.check else ["--no-check"]
         command += ["--rows", *args.rows] if args.rows else []
+        command += ["--set", args.set]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
             patience = START_S
             while line := _line(worker, patience):
@@ -239,10 +268,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--rows", nargs="*", help="names of rows; all when not given")
+    parser.add_argument("--set", choices=["all", "merge"], default="all", help="which candidates")
     parser.add_argument("--no-check", dest="check", action="store_false", help="leave out the checks of ragged cases")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--worker", type=int, default=-1, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    chosen_set = given.set
     if given.worker < 0:
         parent(given)
     else:

@@ -1,5 +1,5 @@
-# ruff: noqa: RET505
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# ruff: noqa: RET505, RUF005
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 """What the Triton attention kernels of both families share: scheduling, masks, softmax, merging, and their host side.
 
 Work is cut on the device. A *unit* is one tile of query rows of one KV head of one request; its cost is the number of key
@@ -63,6 +63,8 @@ class Tiling:
         roles: the kernel of ``triton_hopper_roles``, with fixed sizes too.
         hold: with roles, hold back the product with a block's values until the scores of the next block are done.
         rounded_partials: with roles, partial results in the dtype of the query instead of float32.
+        wide_merge: where a second kernel merges, give a thread the same columns of all partial results, so that threads need
+            not add up for one another.
         early: launch the split kernel while the kernel before it ends, where the device can; it waits for that one's end
             before it reads anything.
         prefetch: with early, have page ids and lengths brought into the L2 cache before the wait.
@@ -84,6 +86,7 @@ class Tiling:
     roles: bool = False
     hold: bool = False
     rounded_partials: bool = False
+    wide_merge: bool = False
     early: bool = False
     even: bool = False
     prefetch: bool = False
@@ -513,6 +516,53 @@ def merge_side_by_side(
         factor = tl.exp2(top - base)
         total = total * factor + tl.sum(weight, 0)
         out = out * factor[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        top = top_new
+    safe = tl.where(total == 0, 1.0, total)
+    return out / safe[:, None], tl.where(total == 0, NEG_INF, top + tl.log2(safe))
+
+
+@triton.jit
+def merge_in_threads(
+    partial,
+    partial_lse,
+    first_slot,
+    slot_step,
+    slot_extra,
+    contributors,
+    row,
+    column,
+    column_valid,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """As :func:`merge_partials`, with ``CHUNK`` contributors loaded at once and all of them by the thread that adds them up:
+    no sums across threads, and so no barriers behind the loads."""
+    top = tl.full(row.shape, NEG_INF, tl.float32)
+    total = row.to(tl.float32) * 0
+    out = row.to(tl.float32)[:, None] * 0 + column.to(tl.float32)[None, :] * 0
+    for begin in range(0, contributors, CHUNK):
+        lses = ()
+        parts = ()
+        for step in tl.static_range(CHUNK):
+            slot = slot_of(begin + step, first_slot, slot_step, slot_extra)
+            here = begin + step < contributors
+            at = partial_lse + slot.to(tl.int64) * BLOCK_M + row
+            lses = lses + (tl.load(at, mask=here & (row >= 0), other=NEG_INF, cache_modifier=".cg"),)
+            where = partial + (slot.to(tl.int64) * BLOCK_M + row)[:, None] * BLOCK_DV + column[None, :]
+            inside = here & column_valid[None, :] & (row >= 0)[:, None]
+            parts = parts + (tl.load(where, mask=inside, other=0.0, cache_modifier=".cg"),)
+        top_new = top
+        for step in tl.static_range(CHUNK):
+            top_new = tl.maximum(top_new, lses[step])
+        base = tl.where(top_new == NEG_INF, 0.0, top_new)
+        factor = tl.exp2(top - base)
+        total = total * factor
+        out = out * factor[:, None]
+        for step in tl.static_range(CHUNK):
+            weight = tl.exp2(lses[step] - base)
+            total += weight
+            out += weight[:, None] * parts[step].to(tl.float32)
         top = top_new
     safe = tl.where(total == 0, 1.0, total)
     return out / safe[:, None], tl.where(total == 0, NEG_INF, top + tl.log2(safe))

@@ -350,20 +350,55 @@ def _scores_role(
 
 @gluon.jit
 def _write_values(
-    acc, out, partial, shares, facts, HALF: gl.constexpr, HEADS: gl.constexpr, O_LAYOUT: gl.constexpr
+    acc, out, partial, stage, shares, facts, HALF: gl.constexpr, HEADS: gl.constexpr, DIRECT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The output of one half of the values of a unit, or its partial result."""
+    """The output of one half of the values of a unit, or its partial result.
+
+    Products leave two values beside one another in a thread. Of 16 bits, that is 16 bytes a row for an instruction, half of
+    what the L2 cache takes whole, so they pass through shared memory and leave in whole rows. That needs ``stage``, of which
+    nobody reads this half, to be filled by no copy of a next unit: ``DIRECT``.
+    """
     values = acc * shares.load(gl.SliceLayout(1, O_LAYOUT))[:, None]
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, O_LAYOUT))
-    dv = HALF * HALF_D + gl.arange(0, HALF_D, gl.SliceLayout(0, O_LAYOUT))
+    ROWS_OUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    STAGED: gl.constexpr = DIRECT and partial.dtype.element_ty == out.dtype.element_ty
     if _told(facts, CONTRIBUTORS) == 1:
-        flat = _told(facts, TILE) * BLOCK_M + m
-        # Rows and heads of a request follow one another in the output.
-        at = out + (_told(facts, START).to(gl.int64) * HEADS + flat)[:, None] * D + dv[None, :]
-        gl.store(at, values.to(out.dtype.element_ty), mask=(flat < _told(facts, ROWS) * HEADS)[:, None])
+        if DIRECT:
+            _write_rows(
+                _through(values, stage, HALF, ROWS_OUT), out, _told(facts, START).to(gl.int64) * HEADS,
+                _told(facts, TILE) * BLOCK_M, _told(facts, ROWS) * HEADS, HALF, ROWS_OUT,
+            )  # fmt: skip
+        else:
+            # Rows and heads of a request follow one another in the output.
+            _write_rows(
+                values, out, _told(facts, START).to(gl.int64) * HEADS,
+                _told(facts, TILE) * BLOCK_M, _told(facts, ROWS) * HEADS, HALF, O_LAYOUT,
+            )  # fmt: skip
+    elif STAGED:
+        first = _told(facts, PART).to(gl.int64) * BLOCK_M
+        _write_rows(_through(values, stage, HALF, ROWS_OUT), partial, first, 0, BLOCK_M, HALF, ROWS_OUT)
     else:
-        part_at = partial + (_told(facts, PART).to(gl.int64) * BLOCK_M + m)[:, None] * D + dv[None, :]
-        gl.store(part_at, values.to(partial.dtype.element_ty))
+        _write_rows(values, partial, _told(facts, PART).to(gl.int64) * BLOCK_M, 0, BLOCK_M, HALF, O_LAYOUT)
+
+
+@gluon.jit
+def _through(values, stage, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """Half of the values of a tile in another layout, by way of that half of a slot."""
+    half = stage.reshape([BLOCK_N, D]).slice(HALF * HALF_D, HALF_D, 1)
+    # Every warp is done with the products that read it.
+    tl.debug_barrier()
+    half.store(values.to(stage.dtype))
+    tl.debug_barrier()
+    return half.load(LAYOUT)
+
+
+@gluon.jit
+def _write_rows(values, target, first, begin, end, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows ``begin`` and following, up to ``end``, of what starts at row ``first`` of ``target``."""
+    row = begin + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    dv = HALF * HALF_D + gl.arange(0, HALF_D, gl.SliceLayout(0, LAYOUT))
+    at = target + (first + row)[:, None] * D + dv[None, :]
+    gl.store(at, values.to(target.dtype.element_ty), mask=(row < end)[:, None])
 
 
 @gluon.jit
@@ -451,7 +486,7 @@ def _first_values_role(
                 slot, phase = _next_slot(slot, phase)
                 side = side ^ 1
             mbarrier.wait(shared.index(0), turn)
-            _write_values(acc, out, partial, shares, facts, 0, HEADS, O_LAYOUT)
+            _write_values(acc, out, partial, latent.index(slot), shares, facts, 0, HEADS, DIRECT, O_LAYOUT)
         more = contributors
         if DIRECT:
             more = contributors * 0
@@ -493,7 +528,7 @@ def _second_values_role(
                 slot, phase = _next_slot(slot, phase)
                 side = side ^ 1
             mbarrier.wait(shared.index(0), turn)
-            _write_values(acc, out, partial, shares, facts, 1, HEADS, O_LAYOUT)
+            _write_values(acc, out, partial, latent.index(slot), shares, facts, 1, HEADS, DIRECT, O_LAYOUT)
         more = contributors
         if DIRECT:
             more = contributors * 0

@@ -24,6 +24,7 @@ from specops.ops.triton_common import (
     along_rows,
     block_pages,
     even_cut,
+    merge_in_threads,
     merge_partials,
     merge_side_by_side,
     prefetch,
@@ -612,13 +613,19 @@ def merge_rows(
     SINKS: tl.constexpr,
     CHUNK: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr,
+    IN_THREADS: tl.constexpr = False,
 ):
     """Merge rows ``m_index`` and value columns ``column`` of one unit and write them to the output."""
     flat = tile * BLOCK_M + m_index
     row = flat // GROUP
     head = kv_head * GROUP + flat % GROUP
     valid = row < rows
-    if SIDE_BY_SIDE:
+    if IN_THREADS:
+        merged, lse = merge_in_threads(
+            partial, partial_lse, first_slot, slot_step, slot_extra, contributors, m_index, column, column < DV,
+            BLOCK_M, BLOCK_DV, CHUNK,
+        )  # fmt: skip
+    elif SIDE_BY_SIDE:
         merged, lse = merge_side_by_side(
             partial, partial_lse, first_slot, slot_step, slot_extra, contributors, m_index, column, column < DV,
             BLOCK_M, BLOCK_DV, CHUNK,
@@ -666,6 +673,7 @@ def merge_kernel(
     DIRECT: tl.constexpr,
     EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IN_THREADS: tl.constexpr,
 ):
     """Merge the partials of one unit, ``MERGE_ROWS`` rows by ``MERGE_COLUMNS`` value columns a program.
 
@@ -714,7 +722,7 @@ def merge_kernel(
             out, sinks, partial, partial_lse, first_slot, slot_step, slot_extra, contributors, start, rows, kv_head, tile,
             tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS),
             tl.program_id(2) * MERGE_COLUMNS + tl.arange(0, MERGE_COLUMNS),
-            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, CHUNK, True,
+            HEADS, GROUP, DV, BLOCK_M, BLOCK_DV, SINKS, CHUNK, True, IN_THREADS,
         )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ from specops.ops.triton_kernels import merge_kernel, split_kernel, tiles_kernel
 MERGE_COLUMNS = 128
 MERGE_LOADED = 8192
 MERGE_PROGRAMS_PER_SM = 8
+# The same with a wide merge, whose programs have 128 threads: 64 registers of partial results each.
+WIDE_MERGE_COLUMNS, WIDE_MERGE_PARTS, WIDE_MERGE_BYTES = 512, 16, 32768
 # Elements of a partial that the last program of a unit merges at a time: several of them are in registers at once.
 MERGE_ELEMENTS = 4096
 
@@ -215,12 +217,8 @@ def launch(
         )
     # Where every unit has one program there is nothing to merge.
     if not tiling.inline_merge and not (tiling.direct and programs == units):
-        columns = min(block_dv, MERGE_COLUMNS)
-        grid_programs = units * tiling.block_m * (block_dv // columns)
-        rows = next_power_of_2(triton.cdiv(grid_programs, num_sms(q.device) * MERGE_PROGRAMS_PER_SM))
-        rows = min(rows, 8, tiling.block_m)
         most = programs // units if tiling.direct else 2 + programs // units
-        chunk = min(max(next_power_of_2(most), 2), MERGE_LOADED // (rows * columns))
+        columns, rows, chunk = _merge_sizes(units, block_dv, most, partial.itemsize, tiling, num_sms(q.device))
         merge_kernel[(units, tiling.block_m // rows, block_dv // columns)](
             out,
             seq_lens,
@@ -241,10 +239,29 @@ def launch(
             MERGE_ROWS=rows,
             MERGE_COLUMNS=columns,
             CHUNK=chunk,
+            IN_THREADS=tiling.wide_merge,
             num_warps=4,
             **({"launch_pdl": True} if overlap else {}),
         )
     return out
+
+
+def _merge_sizes(units: int, block_dv: int, most: int, itemsize: int, tiling: Tiling, sms: int) -> tuple[int, int, int]:
+    """Value columns and rows of a program of the merge kernel, and the partial results that it loads at once.
+
+    Args:
+        most: partial results of a unit, at most.
+        itemsize: bytes of one of their numbers.
+    """
+    if tiling.wide_merge:
+        chunk = min(max(next_power_of_2(most), 2), WIDE_MERGE_PARTS)
+        columns = min(block_dv, WIDE_MERGE_COLUMNS)
+        rows = max(WIDE_MERGE_BYTES // (itemsize * chunk * columns), 1)
+        return columns, min(rows, 8, tiling.block_m), chunk
+    columns = min(block_dv, MERGE_COLUMNS)
+    rows = next_power_of_2(triton.cdiv(units * tiling.block_m * (block_dv // columns), sms * MERGE_PROGRAMS_PER_SM))
+    rows = min(rows, 8, tiling.block_m)
+    return columns, rows, min(max(next_power_of_2(most), 2), MERGE_LOADED // (rows * columns))
 
 
 def tree_bits(tree_width: int) -> int:

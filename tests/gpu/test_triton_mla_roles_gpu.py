@@ -42,7 +42,7 @@ def on_hopper() -> None:
 )
 def test_features(features, direct, early, hold) -> None:
     made = make_mla_case(seq_lens=(2100, 64, 40, 65, 333), **{**CASE, **features})
-    tiling = replace(ROLES, direct=direct, early=early, hold=hold)
+    tiling = replace(ROLES, direct=direct, early=early, hold=hold, rounded_partials=hold, wide_merge=not hold)
     for _ in range(20):
         out = mla(*made.args(), **made.kwargs(), tiling=tiling, split=True)
     assert_close_to_oracle(out, made.oracle())
@@ -53,7 +53,7 @@ def test_features(features, direct, early, hold) -> None:
 def test_a_replay_follows_lengths_down_and_up(direct, rounded) -> None:
     """One captured call in which every launch may start before the one ahead has ended, output poisoned in between."""
     made = make_mla_case(seq_lens=(4000, 900, 64, 1), query_lens=4, **CASE)
-    tiling = replace(ROLES, direct=direct, early=True, rounded_partials=rounded)
+    tiling = replace(ROLES, direct=direct, early=True, rounded_partials=rounded, wide_merge=rounded)
     mla(*made.args(), **made.kwargs(), tiling=tiling, split=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -74,6 +74,15 @@ def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap, direct) 
     check(tiling, True, dtype=torch.float16, query_lens=2, seq_lens=(200, 3, 17, 40, 1), page_size=16, num_heads=16)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("programs_per_sm", [1, 5])
+def test_parts_merged_within_threads(direct, programs_per_sm) -> None:
+    """With few and with more parts than are loaded at once."""
+    tiling = Tiling(16, 16, 4, 2, programs_per_sm, inline_merge=False, direct=direct, wide_merge=True)
+    check(tiling, True, dtype=torch.float16, query_lens=2, seq_lens=(700, 3), page_size=16, num_heads=8, sinks=True)
+    check(tiling, True, query_lens=[2, 1], seq_lens=(333, 0), page_size=16, num_heads=8, latent_dim=96)
+
+
 # The table ends inside the first and second request's keys; the second fills it behind the first one's end, so a read past
 # the first row of the table would meet another's keys.
 SHORT_TABLE = {"query_lens": 4, "seq_lens": (45, 60, 7), "page_size": 4, "table_columns": 7}

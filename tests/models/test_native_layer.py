@@ -5,6 +5,7 @@ OMP_NUM_THREADS=1 pytest tests/models/test_native_layer.py
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections import Counter
@@ -19,7 +20,7 @@ from specops.models import load_target, native_layer
 from specops.models.eagle import Eagle3Layer
 from specops.models.llama import CausalLM, DecoderLayer
 from specops.models.native_layer import NativeCausalLM, NativeDecoderLayer, NativeEagle3Layer, use_native_layers
-from specops.models.packed_linear import NATIVE_ROWS, pack_linears, unpack_linears
+from specops.models.packed_linear import pack_linears, unpack_linears
 from specops.ops import native
 from specops.spec import Engine, SpecConfig
 from tests.models.test_llama import FAMILIES, make_peer
@@ -99,14 +100,16 @@ def test_aux_layers_are_those_of_the_plain_model(served: Counter[str]) -> None:
 @pytest.mark.parametrize(
     "reason", ["rows", "gradients", "hook on a layer", "hook on a part", "sum over ranks", "backend", "fp8 cache", "off"]
 )
-def test_what_the_kernels_do_not_serve_runs_as_before(reason: str, served: Counter[str]) -> None:
+def test_what_the_kernels_do_not_serve_runs_as_before(
+    reason: str, served: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     peer = make_peer("llama", **WIDE)
     model = packed(peer)
     tokens, calls = list(range(5)), []
     session = PagedSession(model, 1)
     context: Any = torch.no_grad()
     if reason == "rows":
-        tokens = list(range(NATIVE_ROWS + 1))
+        monkeypatch.setattr(native_layer, "NATIVE_ROWS", len(tokens) - 1)
     elif reason == "gradients":
         session.prefill = PagedSession.prefill.__wrapped__.__get__(session)
         context = torch.enable_grad()
@@ -122,7 +125,7 @@ def test_what_the_kernels_do_not_serve_runs_as_before(reason: str, served: Count
         model.set_backend("reference")
     elif reason == "fp8 cache":
         model.allocate_caches(20, 4, dtype=torch.float8_e4m3fn)
-    with context, native.disabled() if reason == "off" else context:
+    with context, native.disabled() if reason == "off" else contextlib.nullcontext():
         (logits,) = session.prefill([tokens])
     if reason != "fp8 cache":
         assert_same_logits(logits, peer_logits(peer, tokens))

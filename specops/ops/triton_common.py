@@ -414,10 +414,11 @@ def tile_keys(first_row, last_row, seq_len, num_keys, rows, window, tree_width, 
 
 
 @triton.jit
-def score_product(a, b, acc):
+def score_product(a, b, acc, FP8: tl.constexpr):
     """``acc + a @ b`` for scores. An error of a score is a relative error of its key's weight, so those of float32, which
-    may be large, are accumulated in float64: a chain of float32 sums was off by 1e-5 at scores of 100."""
-    if a.dtype == tl.float32 and not INTERPRETED:
+    may be large, are accumulated in float64: a chain of float32 sums was off by 1e-5 at scores of 100. Not so over an fp8
+    cache, whose numbers the compiler can't take to the layouts of float64 products."""
+    if a.dtype == tl.float32 and not INTERPRETED and not FP8:
         return tl.dot(a.to(tl.float64), b.to(tl.float64), acc, out_dtype=tl.float64)
     else:
         return product(a, b, acc)

@@ -136,16 +136,16 @@ def fold_blocks(
         else:
             v = load_tile(v_at, inside, (dv < DV)[None, :], MASKED, BLOCK_DV != DV).to(q.dtype)
         if SWAP:
-            scores = score_product(k, tl.trans(q), None)
+            scores = score_product(k, tl.trans(q), None, k_head.dtype.element_ty.primitive_bitwidth == 8)
         else:
-            scores = score_product(q, tl.trans(k), None)
+            scores = score_product(q, tl.trans(k), None, k_head.dtype.element_ty.primitive_bitwidth == 8)
         if D2 > 0:
             k2_at = k_at_row + (D + d2)[None, :]
             k2 = load_tile(k2_at, inside, (d2 < D2)[None, :], MASKED, BLOCK_D2 != D2).to(q.dtype)
             if SWAP:
-                scores = score_product(k2, tl.trans(q2), scores)
+                scores = score_product(k2, tl.trans(q2), scores, k_head.dtype.element_ty.primitive_bitwidth == 8)
             else:
-                scores = score_product(q2, tl.trans(k2), scores)
+                scores = score_product(q2, tl.trans(k2), scores, k_head.dtype.element_ty.primitive_bitwidth == 8)
         scores = scaled(scores.to(tl.float32), score_scale, cap, SOFTCAP)
         if MASKED:
             seen = visible(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 # Guards beside those on the step's arguments.
 _KEPT = ("SHAPE_ENV", "GRAD_MODE")
+_TREES = ("tree_manager_containers", "tree_manager_locks")
 
 
 def compiled(step: nn.Module, backend: str, graphs: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -28,6 +31,20 @@ def compiled(step: nn.Module, backend: str, graphs: bool) -> Callable[..., tuple
         own_code(step), backend=backend, fullgraph=True, options=options or None
     )
     return code
+
+
+def own_graph_trees() -> None:
+    """Give the current thread trees of CUDA graphs, if it has none.
+
+    torch keeps those of ``mode="reduce-overhead"`` per thread. Up to 2.11 only the thread that imported its compiler and
+    those of autograd had them, and any other failed on an assertion without a word. It then records graphs of its own.
+    """
+    from torch._inductor import cudagraph_trees
+
+    if hasattr(cudagraph_trees.local, _TREES[0]) or torch._C._is_key_in_tls(_TREES[0]):
+        return
+    torch._C._stash_obj_in_tls(_TREES[0], {})
+    torch._C._stash_obj_in_tls(_TREES[1], collections.defaultdict(threading.Lock))
 
 
 def argument_guards(entries: Sequence[Any]) -> list[bool]:

@@ -31,7 +31,7 @@ class PreparedLaunch:
         driver: the driver's library.
         function: the kernel's ``CUfunction``.
         grid: programs along x and y.
-        num_threads: threads of a program.
+        num_threads, shared: threads of a program, and bytes of its shared memory.
         pointers: every pointer argument, in the kernel's order; a changing one is None and filled in by each call.
         numbers: integer arguments, which come behind the pointers.
     """
@@ -42,6 +42,7 @@ class PreparedLaunch:
         function: int,
         grid: tuple[int, int],
         num_threads: int,
+        shared: int,
         pointers: Sequence[int | None],
         numbers: Sequence[int],
     ) -> None:
@@ -62,7 +63,7 @@ class PreparedLaunch:
             self._params[place] = start + 8 * place
         self._write = struct.Struct(f"={len(changing)}Q").pack_into
         self._launch: Callable[..., int] = driver.cuLaunchKernel
-        shape = map(ctypes.c_uint, (*grid, 1, num_threads, 1, 1, 0))
+        shape = map(ctypes.c_uint, (*grid, 1, num_threads, 1, 1, shared))
         self._head = (ctypes.c_void_p(function), *shape)
         self._streams: dict[int, ctypes.c_void_p] = {}
 
@@ -90,7 +91,9 @@ def prepare(
         return None
     try:
         function, metadata = kernel.function, kernel.metadata
-        plain = (metadata.num_ctas, metadata.shared) == (1, 0) and not getattr(metadata, "launch_cooperative_grid", False)
+        # More shared memory than that has to be asked for, which Triton does in ways of its own.
+        plain = metadata.num_ctas == 1 and metadata.shared <= 48 * 1024
+        plain = plain and not getattr(metadata, "launch_cooperative_grid", False)
         num_threads = 32 * metadata.num_warps
     except AttributeError:
         return None
@@ -102,7 +105,7 @@ def prepare(
     sizes = _parameter_sizes(driver, function, len(wanted) + _MOST_HIDDEN)
     if sizes[: len(wanted)] != wanted or len(sizes) == len(wanted) + _MOST_HIDDEN:
         return None
-    return PreparedLaunch(driver, function, grid, num_threads, pointers, numbers)
+    return PreparedLaunch(driver, function, grid, num_threads, metadata.shared, pointers, numbers)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from specops.compile import report
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
 from specops.compile.capture import capture_stream, captures, capturing
-from specops.compile.compiled import compiled
+from specops.compile.compiled import compiled, own_graph_trees
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.ready import CopyIn, HandOver, Ready, Staging, copy_of_outputs
@@ -377,8 +377,10 @@ class StepRunner:
             self._copy_outputs = copy_of_outputs(captured[1], self.max_requests)
 
     def _call_compiled(self, views: Mapping[str, Tensor]) -> list[Tensor]:
+        graphs = self._uses_graphs and self.mode == "reduce-overhead"
+        if graphs:
+            own_graph_trees()
         if self._compiled is None:
-            graphs = self._uses_graphs and self.mode == "reduce-overhead"
             self._compiled = compiled(self.step, self.compiler, graphs)
         return list(self._compiled(**views))
 

@@ -126,8 +126,27 @@ def _mha(
         q = (q * k_scale).to(q.dtype)
     # Rows behind the last request are nobody's, and no kernel writes them.
     out = q.new_empty(q.shape) if layout.is_uniform else torch.zeros_like(q, memory_format=torch.contiguous_format)
-    kernel.run(q, k_cache, v_cache, out, sinks)
+    kernel.run(q, k_cache, v_cache, out, None if sinks is None else sinks.contiguous())
+    if backend == "flashinfer_fa3":
+        # Seen on an H200 with 0.6.13: its rows without a key are not zeros, as fa2's are.
+        _zero_hidden_rows(out, seq_lens, layout)
     return out if v_scale is None else out.mul_(v_scale)
+
+
+def _zero_hidden_rows(out: Tensor, seq_lens: Tensor, layout: QueryLayout) -> None:
+    """Zero the rows that stand before their sequence's start, in place."""
+    if out.is_cuda:
+        from specops.ops import mask_kernels
+
+        mask_kernels.zero_hidden_rows(out, seq_lens, layout.query_start, layout.max_query_len)
+        return
+    starts = layout.query_start
+    if starts is None:
+        starts = torch.arange(seq_lens.shape[0] + 1) * layout.max_query_len
+    request = torch.searchsorted(starts.long(), torch.arange(out.shape[0]), right=True) - 1
+    request = request.clamp(max=seq_lens.shape[0] - 1)
+    place = seq_lens[request] - (starts[request + 1] - starts[request]) + torch.arange(out.shape[0]) - starts[request]
+    out[place < 0] = 0
 
 
 def _mla(

@@ -175,7 +175,8 @@ class Plan:
             )
         if key not in self._planned:
             self._planned[key] = flashinfer_common.outside_graph_pools(lambda: make(self), self.device)
-        self._schedule(key)
+        # The kernel's package keeps tensors of a schedule too.
+        flashinfer_common.outside_graph_pools(lambda: self._schedule(key), self.device)
         return self._planned[key]
 
     def serves(self, page_table: Tensor, num_rows: int, page_size: int) -> None:

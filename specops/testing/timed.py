@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from specops.compile.compiled import own_graph_trees
+
 Result = TypeVar("Result")
 # How long a thread that was told to stop may take to do so.
 GRACE_SECONDS = 1.0
@@ -43,6 +45,7 @@ def run_within(seconds: float, call: Callable[[], Result]) -> Result:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
+                own_graph_trees()
             result.append(context.run(call))
         except BaseException as error:
             raised.append(error)

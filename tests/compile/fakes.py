@@ -28,6 +28,7 @@ class FakeDriver:
     Attributes:
         launches: grid, threads, stream and parameters of every launch.
         error: what a launch answers; nothing is copied unless 0.
+        shared: bytes of shared memory that the last launch asked for.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class FakeDriver:
     ) -> None:
         self.row_bytes, self.pads, self.sizes = row_bytes, pads, sizes
         self.launches: list[tuple[tuple[int, int], int, int, list[int]]] = []
-        self.error = 0
+        self.error = self.shared = 0
 
     def cuLaunchKernel(self, function: Any, *rest: Any) -> int:
         grid, threads, stream, params = rest[:3], rest[3:6], rest[7], rest[8]
         assert function.value == 77
-        assert (grid[2].value, threads[1].value, threads[2].value, rest[6].value, rest[9]) == (1, 1, 1, 0, None)
+        assert (grid[2].value, threads[1].value, threads[2].value, rest[9]) == (1, 1, 1, None)
+        self.shared = rest[6].value
         values = []
         for size, address in zip(self.sizes, params, strict=False):
             kind = ctypes.c_uint64 if size == 8 else ctypes.c_int32

@@ -80,11 +80,12 @@ def test_the_driver_gets_grid_threads_stream_and_parameters_in_the_kernels_order
     driver = FakeDriver()
     monkeypatch.setattr(launch, "_driver", lambda: driver)
     pointers = [None if place % 4 == 1 else 1000 + place for place in range(16)]
-    prepared = prepare(kernel(num_warps=8), (9, 5), pointers, (3, 2**31 - 1))
+    prepared = prepare(kernel(num_warps=8, shared=1040), (9, 5), pointers, (3, 2**31 - 1))
     assert isinstance(prepared, PreparedLaunch)
     high = 2**47 + 16
     assert prepared([high, 1, 2, 3], 0)
     assert prepared([4, 5, 6, 7], 2**44)
+    assert driver.shared == 1040
     filled = [[high, 1, 2, 3], [4, 5, 6, 7]]
     for (grid, threads, stream, values), expected, on in zip(driver.launches, filled, (0, 2**44), strict=True):
         assert (grid, threads, stream) == ((9, 5), 256, on)
@@ -96,7 +97,7 @@ def test_the_driver_gets_grid_threads_stream_and_parameters_in_the_kernels_order
 @pytest.mark.parametrize(
     ("changes", "sizes"),
     [
-        ({"shared": 1024}, (8,) * 16 + (4, 4)),
+        ({"shared": 49 * 1024}, (8,) * 16 + (4, 4)),
         ({"num_ctas": 2}, (8,) * 16 + (4, 4)),
         ({"global_scratch_size": 64}, (8,) * 16 + (4, 4, 8, 8)),
         ({"launch_cooperative_grid": True}, (8,) * 16 + (4, 4)),

@@ -160,7 +160,10 @@ def steps(make: Callable[..., AttentionCase]) -> Iterator[AttentionCase]:
     columns = 1536 // page_size
     for seq_lens in LENGTHS:
         owned = sum(-(-seq_len // page_size) for seq_len in seq_lens)
-        yield make(seq_lens=seq_lens, table_columns=columns, spare_pages=4 * columns - owned)
+        case = make(seq_lens=seq_lens, spare_pages=4 * columns - owned)
+        table = case.tensors["page_table"]
+        case.tensors["page_table"] = torch.nn.functional.pad(table, (0, columns - table.shape[1]))
+        yield case
 
 
 def fixed_inputs(case: AttentionCase) -> dict[str, torch.Tensor]:

@@ -66,6 +66,7 @@ def main() -> int:
             told = time.monotonic()
             print(f"  {figures['rounds']} rounds, {figures['requests']} requests", file=sys.stderr, flush=True)
     seconds = time.monotonic() - started
+    finished = draw.sample(finished, min(len(finished), args.compare))
     for request in list(engine._active.values()) + list(engine._waiting):
         engine.cancel(request)
     figures |= {
@@ -178,6 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=2)
     parser.add_argument("--num-draft-tokens", type=int, default=6)
     parser.add_argument("--sample", type=float, default=0.02, help="share of requests compared with plain decoding")
+    parser.add_argument("--compare", type=int, default=1000, help="most requests compared, after the rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()

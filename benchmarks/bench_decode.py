@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             head = load_head(args.head, target)
             head.set_backend(args.backend)
             # What the ratios need comes first, in case that time runs out.
-            for config in (None, *args.configs[:1]):
+            for config in (*((None,) if args.plain else ()), *args.configs[:1]):
                 measure_ours(bench, base, target, head if config else None, config, prompts["prompts"], stops)
             if args.peers:
                 measure_peers(bench, base, prompts["prompts"], stops)
@@ -160,7 +160,7 @@ def measure_ours(
     compiled = {key: reports[0][key] for key in ("mode", "captured", "reason", "compiled_graphs")} if reports else {}
     compiled["graph_mib"] = round(sum(b["memory_bytes"] for report in reports for b in report["buckets"]) / 2**20, 1)
     for batch in args.batch:
-        with bench.guard({**row, "batch": batch}):
+        with turn(args.turns), bench.guard({**row, "batch": batch}):
             groups = grouped(prompts, batch, args.num_prompts)
             engine.generate(groups[0], max_new_tokens=WARM_TOKENS, stop_token_ids=stops)
             runs = [run_ours(engine, groups, args.tokens, stops) for _ in range(args.repeats)]
@@ -364,6 +364,34 @@ def run_peer(
         generate(groups[0], args.tokens)
     synchronize(model.device)
     warm = time.perf_counter() - begun
+    with turn(args.turns):
+        return timed_peer(bench, model, peer, dtype, batch, groups, generate, warm)
+
+
+@contextlib.contextmanager
+def turn(path: Path | None) -> Iterator[None]:
+    """What is timed takes turns with other processes that name the same file; their warm-ups may overlap with it."""
+    if path is None:
+        yield
+        return
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def timed_peer(
+    bench: Bench,
+    model: Any,
+    peer: str,
+    dtype: str,
+    batch: int,
+    groups: list[list[list[int]]],
+    generate: Callable[[list[list[int]], int], list[list[int]]],
+    warm: float,
+) -> dict[str, Any]:
+    args = bench.args
     best: dict[str, Any] = {}
     for _ in range(args.repeats):
         answers: list[list[int]] = []
@@ -585,6 +613,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prefill", choices=("auto", "eager"), default="auto", help="eager: prompts' forwards are not compiled")
     add("--prewarm", action=argparse.BooleanOptionalAction, default=cuda, help="compile in parallel processes first")
     add("--warm-only", action="store_true", help=argparse.SUPPRESS)
+    add("--plain", action=argparse.BooleanOptionalAction, default=True, help="plain decoding, which ratios need")
+    add("--turns", type=Path, help="file by which processes that run side by side take turns in what is timed")
     add("--threads", type=int, default=0)
     add("--json", type=Path)
     add("--plot", type=Path)

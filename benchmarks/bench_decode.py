@@ -145,7 +145,7 @@ def measure_ours(
     row = {**base, "system": name}
     engine: Engine | None = None
     warm: float | None = None
-    with bench.guard(row, args.max_compile):
+    with turn(args.turns, shared=True), bench.guard(row, args.max_compile):
         # A warm-up that is begun too late would only be thrown away.
         needed = 1.2 * bench.header.get("last_warm_up_s", 0.0)
         if bench.left() < needed:
@@ -358,26 +358,27 @@ def run_peer(
         return [cut(row, stops) for row in out[:, width:].tolist()]
 
     begun = time.perf_counter()
-    # And its width is that of the whole answer, so only the full length compiles what is timed.
-    generate(groups[0], args.tokens if peer == "static" else WARM_TOKENS)
-    if peer == "static":
-        generate(groups[0], args.tokens)
-    synchronize(model.device)
+    with turn(args.turns, shared=True):
+        # And its width is that of the whole answer, so only the full length compiles what is timed.
+        generate(groups[0], args.tokens if peer == "static" else WARM_TOKENS)
+        if peer == "static":
+            generate(groups[0], args.tokens)
+        synchronize(model.device)
     warm = time.perf_counter() - begun
     with turn(args.turns):
         return timed_peer(bench, model, peer, dtype, batch, groups, generate, warm)
 
 
 @contextlib.contextmanager
-def turn(path: Path | None) -> Iterator[None]:
-    """What is timed takes turns with other processes that name the same file; their warm-ups may overlap with it."""
+def turn(path: Path | None, shared: bool = False) -> Iterator[None]:
+    """Processes that name the same file warm up together (``shared``), and are timed alone once none warms up."""
     if path is None:
         yield
         return
     import fcntl
 
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
 

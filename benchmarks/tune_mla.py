@@ -38,6 +38,9 @@ BROKEN = 3
 
 HOPPER = Tiling(64, 64, 8, 2, 1, inline_merge=False, hopper=True)
 ROLES = Tiling(64, 64, 4, 2, 1, inline_merge=False, roles=True)
+# One long request among short ones, for which every program having the same share of each is the wrong cut.
+RAGGED = Row("16h_ragged", 32, 4, (32768, *[512] * 31), num_heads=16, num_kv_heads=1, head_dim=576)
+ROWS = [*MLA_ROWS, RAGGED]
 CHECKS: list[dict[str, Any]] = [
     {"num_heads": 16, "query_lens": 4},
     {"num_heads": 128, "query_lens": 5},
@@ -67,6 +70,9 @@ def _merging(row: Row) -> dict[str, Tiling | None]:
                     words = [name, *["early"] * early, *["rounded"] * rounded, *["wide"] * wide]
                     tiling = replace(base, early=early, rounded_partials=rounded, wide_merge=wide)
                     found["/".join(words)] = tiling
+    if row.batch > 1 and row.num_heads == 16:
+        even = replace(base, direct=False, even=True, early=True, wide_merge=True)
+        found |= {"even/early/wide": even, "even/early/rounded/wide": replace(even, rounded_partials=True)}
     return found
 
 
@@ -141,7 +147,7 @@ def compile_ahead(rows: list[Row], check: bool, workers: int) -> list[str]:
 
 def parent(args: argparse.Namespace) -> None:
     began = time.monotonic()
-    rows = [row for row in MLA_ROWS if not args.rows or row.name in args.rows]
+    rows = [row for row in ROWS if not args.rows or row.name in args.rows]
     print("\n".join(compile_ahead(rows, args.check, args.workers)))
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     todo, first, lines = jobs(rows, args.check), 0, []
@@ -198,7 +204,7 @@ def _exit_code(worker: subprocess.Popen[str]) -> int | None:
 def work(args: argparse.Namespace) -> None:
     """In the worker: measure jobs from ``--worker`` on, one line each."""
     until = time.monotonic() + args.seconds
-    rows = [row for row in MLA_ROWS if not args.rows or row.name in args.rows]
+    rows = [row for row in ROWS if not args.rows or row.name in args.rows]
     state: dict[str, Any] = {}
     for index, (where, name) in enumerate(jobs(rows, args.check)):
         if index < args.worker:

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specops.ops.triton_common import request_scalars, row_blocks
+from specops.ops.triton_common import EVEN_SLACK, request_scalars, row_blocks
 from specops.ops.triton_kernels import UNSPECIALIZED_CALL
 
 NEG_INF = gl.constexpr(float("-inf"))
@@ -58,7 +58,7 @@ VALUES_REGISTERS = gl.constexpr(160)
 # Requests up to which the schedule is read within one warp.
 MOST_SCHEDULED = 128
 # What the first role tells the others of a unit: places in shared memory.
-TILE, SEQ_LEN, NUM_KEYS, START, ROWS, BEGIN, END, STEP, PART, CONTRIBUTORS, EDGE = (gl.constexpr(i) for i in range(11))
+TILE, SEQ_LEN, NUM_KEYS, START, ROWS, BEGIN, END, STEP, PART, CONTRIBUTORS, EDGE, MORE = (gl.constexpr(i) for i in range(12))
 FACTS = gl.constexpr(16)
 
 
@@ -81,10 +81,11 @@ def _told(facts, place: gl.constexpr):
 
 
 @gluon.jit
-def _tell(facts, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, edge):
+def _tell(facts, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, edge, more):
     """Leave what the other roles need of a unit."""
     place = gl.arange(0, FACTS, gl.BlockedLayout([1], [32], [4], [0]))
     told = gl.where(place == TILE, tile, edge)
+    told = gl.where(place == MORE, more, told)
     told = gl.where(place == SEQ_LEN, seq_len, told)
     told = gl.where(place == NUM_KEYS, num_keys, told)
     told = gl.where(place == START, start, told)
@@ -111,13 +112,15 @@ def _unit_at(
     PACKED: gl.constexpr,
     TREE: gl.constexpr,
     DIRECT: gl.constexpr,
+    EVEN: gl.constexpr,
     MIN_BLOCKS: gl.constexpr,
 ):
     """The unit at place ``position`` of a program's stretch of the schedule.
 
     Returns:
         request, tile, seq_len, num_keys, start, rows; begin, end and step of its key blocks; its slot of the partial
-        results and the number of programs that contribute, 0 behind the stretch; the places it takes.
+        results and the number of programs that contribute, 0 behind the stretch; the places it takes; and 1 where another
+        unit follows.
     """
     pid = gl.program_id(0)
     if DIRECT:
@@ -135,6 +138,7 @@ def _unit_at(
         step = splits
         part = pid
         count = position * 0 + 1
+        more = position * 0
     else:
         # Every warp holds all requests, so that sums need no shared memory.
         LAYOUT: gl.constexpr = gl.BlockedLayout([(BLOCK_B + 31) // 32], [32], [4], [0])
@@ -158,6 +162,14 @@ def _unit_at(
         before = upto <= place
         # Behind the stretch the facts of some request are read and not used.
         request = gl.minimum(gl.sum(before.to(gl.int32), 0), num_requests - 1)
+        if EVEN:
+            # As triton_common.even_cut, for no more units than programs.
+            units = num_requests * max_tiles
+            longest = gl.max(costs, 0) // max_tiles
+            parts = gl.minimum(gl.num_programs(0) // units, (longest + MIN_BLOCKS - 1) // MIN_BLOCKS)
+            long = gl.maximum((longest + parts - 1) // parts, 1)
+            even = long * EVEN_SLACK <= stretch * (EVEN_SLACK + 1)
+            request = gl.where(even, pid % units // max_tiles, request)
         within = place - gl.sum(gl.where(before, costs, 0), 0)
         seq_len, num_keys, start, rows = request_scalars(seq_lens, query_start, request, query_len, table_keys, PACKED)
         _begin, blocks, tiles = row_blocks(seq_len, num_keys, rows, 0, tree_width, HEADS, BLOCK_M, BLOCK_N, False, TREE)
@@ -171,13 +183,23 @@ def _unit_at(
         contributors = (unit_start + blocks - 1) // stretch - first_program + 1
         contributors = gl.where(place < stop, contributors, 0)
         part = 2 * pid + gl.where(pid == first_program, 1, 0)
+        more = gl.where(place + count < stop, 1, 0)
+        if EVEN:
+            index = pid // units
+            step = gl.where(even, (blocks + long - 1) // long, step)
+            tile = gl.where(even, pid % max_tiles, tile)
+            begin = gl.where(even, index, begin)
+            end = gl.where(even, blocks, end)
+            contributors = gl.where(even, gl.where(index < step, step, 0), contributors)
+            part = gl.where(even, pid, part)
+            more = gl.where(even, 0, more)
     # Keys that this tile's last row sees.
     high = num_keys
     if not TREE:
         last_row = gl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, rows - 1)
         high = gl.maximum(gl.minimum(seq_len - rows + last_row + 1, num_keys), 0)
     end = gl.minimum(end, (high + BLOCK_N - 1) // BLOCK_N)
-    return request, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, count
+    return request, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, count, more
 
 
 @gluon.jit
@@ -342,7 +364,7 @@ def _scores_role(
         if DIRECT:
             more = more * 0
         else:
-            more = _told(facts, CONTRIBUTORS)
+            more = _told(facts, MORE)
             tl.debug_barrier()
             mbarrier.arrive(taken.index(0), count=1)
         turn = turn ^ 1
@@ -350,55 +372,59 @@ def _scores_role(
 
 @gluon.jit
 def _write_values(
-    acc, out, partial, stage, shares, facts, HALF: gl.constexpr, HEADS: gl.constexpr, DIRECT: gl.constexpr,
+    acc, out, partial, stage, any_blocks, shares, facts, HALF: gl.constexpr, HEADS: gl.constexpr, STAGED: gl.constexpr,
     O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The output of one half of the values of a unit, or its partial result.
 
     Products leave two values beside one another in a thread. Of 16 bits, that is 16 bytes a row for an instruction, half of
-    what the L2 cache takes whole, so they pass through shared memory and leave in whole rows. That needs ``stage``, of which
-    nobody reads this half, to be filled by no copy of a next unit: ``DIRECT``.
+    what the L2 cache takes whole, so with STAGED they pass through shared memory and leave in whole rows: through ``stage``,
+    a slot of which nobody else reads this half and which no copy fills. Where this is the only unit that is the next slot,
+    else that of the last block, told to be empty afterwards. With float32 partial results the schedule does not do it: the
+    registers for it are missing.
     """
     values = acc * shares.load(gl.SliceLayout(1, O_LAYOUT))[:, None]
     ROWS_OUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    STAGED: gl.constexpr = DIRECT and partial.dtype.element_ty == out.dtype.element_ty
     if _told(facts, CONTRIBUTORS) == 1:
-        if DIRECT:
-            _write_rows(
-                _through(values, stage, HALF, ROWS_OUT), out, _told(facts, START).to(gl.int64) * HEADS,
-                _told(facts, TILE) * BLOCK_M, _told(facts, ROWS) * HEADS, HALF, ROWS_OUT,
-            )  # fmt: skip
+        if STAGED:
+            _write_output(_through(values, stage, any_blocks, HALF, ROWS_OUT), out, facts, HALF, HEADS, ROWS_OUT)
         else:
-            # Rows and heads of a request follow one another in the output.
-            _write_rows(
-                values, out, _told(facts, START).to(gl.int64) * HEADS,
-                _told(facts, TILE) * BLOCK_M, _told(facts, ROWS) * HEADS, HALF, O_LAYOUT,
-            )  # fmt: skip
-    elif STAGED:
-        first = _told(facts, PART).to(gl.int64) * BLOCK_M
-        _write_rows(_through(values, stage, HALF, ROWS_OUT), partial, first, 0, BLOCK_M, HALF, ROWS_OUT)
+            _write_output(values, out, facts, HALF, HEADS, O_LAYOUT)
+    elif STAGED and partial.dtype.element_ty == out.dtype.element_ty:
+        _write_partial(_through(values, stage, any_blocks, HALF, ROWS_OUT), partial, facts, HALF, ROWS_OUT)
     else:
-        _write_rows(values, partial, _told(facts, PART).to(gl.int64) * BLOCK_M, 0, BLOCK_M, HALF, O_LAYOUT)
+        _write_partial(values, partial, facts, HALF, O_LAYOUT)
 
 
 @gluon.jit
-def _through(values, stage, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """Half of the values of a tile in another layout, by way of that half of a slot."""
+def _through(values, stage, any_blocks, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """Half of the values of a tile in another layout, by way of that half of a slot; zeros where there is no such slot."""
     half = stage.reshape([BLOCK_N, D]).slice(HALF * HALF_D, HALF_D, 1)
     # Every warp is done with the products that read it.
     tl.debug_barrier()
-    half.store(values.to(stage.dtype))
+    if any_blocks:
+        half.store(values.to(stage.dtype))
     tl.debug_barrier()
-    return half.load(LAYOUT)
+    through = half.load(LAYOUT)
+    return gl.where(any_blocks, through, gl.zeros_like(through))
 
 
 @gluon.jit
-def _write_rows(values, target, first, begin, end, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows ``begin`` and following, up to ``end``, of what starts at row ``first`` of ``target``."""
-    row = begin + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+def _write_output(values, out, facts, HALF: gl.constexpr, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Half of the values of a tile into the output, where the rows and heads of a request follow one another."""
+    row = _told(facts, TILE) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
     dv = HALF * HALF_D + gl.arange(0, HALF_D, gl.SliceLayout(0, LAYOUT))
-    at = target + (first + row)[:, None] * D + dv[None, :]
-    gl.store(at, values.to(target.dtype.element_ty), mask=(row < end)[:, None])
+    at = out + (_told(facts, START).to(gl.int64) * HEADS + row)[:, None] * D + dv[None, :]
+    gl.store(at, values.to(out.dtype.element_ty), mask=(row < _told(facts, ROWS) * HEADS)[:, None])
+
+
+@gluon.jit
+def _write_partial(values, partial, facts, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """Half of the values of a tile into this program's slot of the partial results."""
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    dv = HALF * HALF_D + gl.arange(0, HALF_D, gl.SliceLayout(0, LAYOUT))
+    at = partial + (_told(facts, PART).to(gl.int64) * BLOCK_M + row)[:, None] * D + dv[None, :]
+    gl.store(at, values.to(partial.dtype.element_ty))
 
 
 @gluon.jit
@@ -407,10 +433,12 @@ def _first_values_role(
     filled, rope_filled, probable, ready, empty, shared, unit, taken,
     seq_lens, query_start, num_requests, query_len, max_tiles, tree_width, table_keys, stride_pages,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, PACKED: gl.constexpr, TREE: gl.constexpr, DIRECT: gl.constexpr,
-    HOLD: gl.constexpr, BLOCK_B: gl.constexpr, MIN_BLOCKS: gl.constexpr,
+    EVEN: gl.constexpr, HOLD: gl.constexpr, BLOCK_B: gl.constexpr, MIN_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Finds the units, copies queries and keys, and owns the first half of the values."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    # A unit's last slot is empty only when the unit has been written; see :func:`_write_values`.
+    LATE: gl.constexpr = not DIRECT and partial.dtype.element_ty == out.dtype.element_ty
     position = num_requests * 0
     slot = num_requests * 0
     phase = num_requests * 0
@@ -418,10 +446,11 @@ def _first_values_role(
     turn = num_requests * 0
     more = num_requests * 0 + 1
     while more > 0:
-        request, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, count = _unit_at(
+        request, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, count, more = _unit_at(
             position, seq_lens, query_start, num_requests, query_len, max_tiles, tree_width, table_keys,
-            HEADS, BLOCK_B, PACKED, TREE, DIRECT, MIN_BLOCKS,
+            HEADS, BLOCK_B, PACKED, TREE, DIRECT, EVEN, MIN_BLOCKS,
         )  # fmt: skip
+        position += count
         # Page ids of the first blocks, fetched beside the length where that does not tell which blocks they are.
         pages = page_table + request.to(gl.int64) * stride_pages
         second = begin + step
@@ -454,7 +483,7 @@ def _first_values_role(
         if not TREE:
             seen_by_all = seq_len - rows + tile * BLOCK_M // HEADS + 1
         edge = gl.maximum(gl.minimum(seen_by_all, num_keys), 0) // BLOCK_N
-        _tell(facts, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, edge)
+        _tell(facts, tile, seq_len, num_keys, start, rows, begin, end, step, part, contributors, edge, more)
         tl.debug_barrier()
         mbarrier.arrive(unit.index(0), count=1)
         if contributors > 0:
@@ -477,7 +506,8 @@ def _first_values_role(
                 latent_block = block + SLOTS * step
                 page = gl.load(pages + latent_block * BLOCK_N // PAGE_SIZE, mask=latent_block < end, other=0)
                 acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(empty.index(slot), count=1)
+                if not LATE or block + step < end:
+                    mbarrier.arrive(empty.index(slot), count=1)
                 if rope_block < end:
                     mbarrier.wait(empty.index(slot), phase)
                     _copy_rope(rope_page, rope_block * BLOCK_N % PAGE_SIZE, kv_rope, rope, rope_filled, side)
@@ -486,11 +516,17 @@ def _first_values_role(
                 slot, phase = _next_slot(slot, phase)
                 side = side ^ 1
             mbarrier.wait(shared.index(0), turn)
-            _write_values(acc, out, partial, latent.index(slot), shares, facts, 0, HEADS, DIRECT, O_LAYOUT)
-        more = contributors
-        if DIRECT:
-            more = contributors * 0
-        position += count
+            if LATE:
+                last = gl.where(slot == 0, SLOTS, slot) - 1
+                any_blocks = _told(facts, BEGIN) < _told(facts, END)
+                _write_values(acc, out, partial, latent.index(last), any_blocks, shares, facts, 0, HEADS, True, O_LAYOUT)
+                if any_blocks:
+                    tl.debug_barrier()
+                    mbarrier.arrive(empty.index(last), count=1)
+            else:
+                _write_values(acc, out, partial, latent.index(slot), True, shares, facts, 0, HEADS, DIRECT, O_LAYOUT)
+        if not DIRECT:
+            more = _told(facts, MORE)
         turn = turn ^ 1
 
 
@@ -501,6 +537,8 @@ def _second_values_role(
 ):  # fmt: skip
     """Owns the second half of the values."""
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    # A unit's last slot is empty only when the unit has been written; see :func:`_write_values`.
+    LATE: gl.constexpr = not DIRECT and partial.dtype.element_ty == out.dtype.element_ty
     slot = nothing
     phase = nothing
     side = nothing
@@ -515,7 +553,7 @@ def _second_values_role(
             step = _told(facts, STEP)
             slot, phase = _next_slot(slot, phase)
             acc = gl.zeros([BLOCK_M, HALF_D], gl.float32, O_LAYOUT)
-            for _ in range(begin, end, step):
+            for block in range(begin, end, step):
                 v = latent.index(slot).reshape([BLOCK_N, D]).slice(HALF_D, HALF_D, 1)
                 p = rope.index(side).reshape([BLOCK_M, BLOCK_N])
                 mbarrier.wait(probable.index(slot), phase)
@@ -524,15 +562,24 @@ def _second_values_role(
                     mbarrier.wait(ready.index(slot), phase)
                 acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
                 acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(empty.index(slot), count=1)
+                if not LATE or block + step < end:
+                    mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = _next_slot(slot, phase)
                 side = side ^ 1
             mbarrier.wait(shared.index(0), turn)
-            _write_values(acc, out, partial, latent.index(slot), shares, facts, 1, HEADS, DIRECT, O_LAYOUT)
-        more = contributors
+            if LATE:
+                last = gl.where(slot == 0, SLOTS, slot) - 1
+                any_blocks = _told(facts, BEGIN) < _told(facts, END)
+                _write_values(acc, out, partial, latent.index(last), any_blocks, shares, facts, 1, HEADS, True, O_LAYOUT)
+                if any_blocks:
+                    tl.debug_barrier()
+                    mbarrier.arrive(empty.index(last), count=1)
+            else:
+                _write_values(acc, out, partial, latent.index(slot), True, shares, facts, 1, HEADS, DIRECT, O_LAYOUT)
         if DIRECT:
-            more = contributors * 0
+            more = more * 0
         else:
+            more = _told(facts, MORE)
             tl.debug_barrier()
             mbarrier.arrive(taken.index(0), count=1)
         turn = turn ^ 1
@@ -569,6 +616,7 @@ def latent_roles_kernel(
     TREE: gl.constexpr,
     MIN_BLOCKS: gl.constexpr,
     DIRECT: gl.constexpr,
+    EVEN: gl.constexpr,
     HOLD: gl.constexpr,
     OVERLAP: gl.constexpr,
     EARLY: gl.constexpr,
@@ -617,7 +665,7 @@ def latent_roles_kernel(
                     q_latent, q_rope, kv_latent, kv_rope, out, page_table, partial, latent, rope, q_rope_tile, factors,
                     shares, facts, filled, rope_filled, probable, ready, empty, shared, unit, taken,
                     seq_lens, query_start, num_requests, query_len, max_tiles, tree_width, table_keys, stride_pages,
-                    HEADS, PAGE_SIZE, PACKED, TREE, DIRECT, HOLD, BLOCK_B, MIN_BLOCKS,
+                    HEADS, PAGE_SIZE, PACKED, TREE, DIRECT, EVEN, HOLD, BLOCK_B, MIN_BLOCKS,
                 ),
             ),
             (

@@ -168,7 +168,7 @@ def launch(
         "DIRECT": tiling.direct,
         "OVERLAP": overlap,
     }
-    even = tiling.even and not tiling.direct and query_start is None
+    even = tiling.even and not tiling.direct and query_start is None and not (tiling.roles and units > programs)
     if tiling.roles:
         from specops.ops.triton_hopper_roles import launch_roles
 
@@ -178,7 +178,7 @@ def launch(
             (q, q2, k_cache),
             (out, page_table, seq_lens, query_start, sinks, tree_mask, partial, partial_lse),
             (*numbers[:4], *numbers[5:8], *numbers[-2:]),
-            {name: constants[name] for name in ("PAGE_SIZE", "PACKED", "SINKS", "TREE")} | shared,
+            {name: constants[name] for name in ("PAGE_SIZE", "PACKED", "SINKS", "TREE")} | shared | {"EVEN": even},
             heads=group,
             hold=tiling.hold,
             early=early,

@@ -73,6 +73,7 @@ def test_mla_uses_hopper_products_side_by_side(call) -> None:
     [
         "MlaCall(batch=8, num_heads=128)",
         "MlaCall(batch=32, page_size=128, packed=True, tree_width=4, sinks=True, tiling=ROLES())",
+        "MlaCall(batch=8, tiling=ROLES(even=True, rounded_partials=True, wide_merge=True))",
     ],
 )
 def test_mla_with_roles_fits_its_registers(call) -> None:

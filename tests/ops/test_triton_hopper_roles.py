@@ -65,6 +65,14 @@ def test_features(monkeypatch, features, direct) -> None:
     check(monkeypatch, replace(ROLES, hold=direct, direct=direct), seed=5, **features)
 
 
+@pytest.mark.parametrize("seq_lens", [(320, 260), (900, 64), (70,) * 12])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_units_of_like_lengths_may_be_cut_alike(monkeypatch, seq_lens, rounded) -> None:
+    """Like ones, unlike ones, and more than there are programs, which takes the schedule."""
+    tiling = replace(ROLES, even=True, rounded_partials=rounded, hold=rounded)
+    check(monkeypatch, tiling, seed=4, seq_lens=seq_lens)
+
+
 @pytest.mark.parametrize(("dtype", "half_unit"), [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)])
 def test_rounded_partial_results_add_less_than_half_a_unit(monkeypatch, dtype, half_unit) -> None:
     """Partial results are means of values, and the output a mean of them, so rounding them adds at most what rounding the

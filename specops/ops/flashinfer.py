@@ -229,6 +229,10 @@ class PlannedMha(_PlannedWrapper):
         super().__init__(wrapper_type(**arguments), plan.device)
         # Else the wrapper takes the rows of the first step for the most there will ever be.
         self.wrapper._max_total_num_rows = plan.num_rows
+        # The package keeps these from a number of heads' first run on, which may happen in a graph's own memory.
+        slopes = getattr(_prefill(), "_get_cache_alibi_slopes_buf", None)
+        if slopes is not None:
+            slopes(key.num_heads, plan.device)
         self.key, self.num_requests, self.indices = key, plan.num_requests, plan.page_indices
         self.mask: Tensor | None = arguments.get("custom_mask_buf")
         self._takes_width = "uniform_q_len" in inspect.signature(wrapper_type.plan).parameters

@@ -5,6 +5,7 @@ OMP_NUM_THREADS=1 pytest tests/ops/test_flashinfer.py
 
 from __future__ import annotations
 
+import threading
 import types
 from typing import Any
 
@@ -272,3 +273,16 @@ def test_caches_with_different_strides_are_refused() -> None:
     case.tensors["v_cache"] = case.tensors["v_cache"].contiguous()
     with pytest.raises(ValueError, match="flashinfer_fa2 needs k_cache and v_cache with equal strides"):
         flashinfer.fa2_mha(*case.args(), **case.kwargs())
+
+
+def test_what_the_package_keeps_from_a_first_run_on_is_made_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first run inside a graph would leave it in the graph's memory, where torch counts every tensor."""
+    made: list[tuple[int, str]] = []
+    prefill = types.SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=vendor_fakes.PagedPrefillWrapper,
+        _get_cache_alibi_slopes_buf=lambda heads, device: made.append((heads, threading.current_thread().name)),
+    )
+    monkeypatch.setattr(flashinfer, "_prefill", lambda: prefill)
+    case = make_mha_case(seq_lens=(9, 13), query_lens=3, num_heads=8)
+    check(flashinfer.fa2_mha, case)
+    assert [heads for heads, _ in made] == [8]

@@ -116,7 +116,34 @@ def tree_calls() -> Iterator[tuple[str, str, Call]]:
     yield "verify_sampling", "views", ((built[0].T.contiguous().T, built[1], strided, None, uniforms, uniforms[:, 3], 3), {})
 
 
-OTHER = [pytest.param(op, call, id=f"{op}-{name}") for op, name, call in (*store_calls(), *tree_calls())]
+def projection_calls() -> Iterator[tuple[str, str, Call]]:
+    x, weight, norm = torch.randn(3, 24)[:, :16], torch.randn(20, 16), torch.randn(16)
+    optional = {
+        "plain": {},
+        "norm": {"norm_weight": norm, "norm_eps": 1e-5, "norm_offset": 1.0},
+        "bias": {"bias": torch.randn(20)},
+        "gate": {"gate": "gelu_pytorch_tanh"},
+        "residual": {"residual": torch.randn(3, 20)},
+        "all": {"norm_weight": norm, "bias": torch.randn(20), "gate": "silu", "residual": torch.randn(3, 10)},
+    }
+    for name, options in optional.items():
+        yield "rms_norm_linear", name, ((x, weight), options)
+    caches, table = (torch.zeros(5, 4, 2, 4), torch.zeros(5, 4, 2, 4)), torch.randn(2, 3, 1, 2)
+    call = (*caches, x, torch.randn(24, 16), *table, torch.tensor([4, -1, 6]), 2)
+    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([0.25])}
+    yield "project_qkv", "plain", (call, {})
+    yield "project_qkv", "norm and bias", (call, {"norm_weight": norm, "bias": torch.randn(24)})
+    half = tuple(cache.to(FP8) for cache in caches)
+    yield "project_qkv", "fp8", ((*half, *call[2:]), scales)
+    for name, logprobs in (("logits", False), ("logprobs", True)):
+        yield "top_tokens", name, ((torch.randn(3, 40)[:, ::2], 4, logprobs), {})
+    layers = ([torch.randn(5, 4, 2, 8) for _ in range(2)], [torch.randn(5, 4, 2, 8) for _ in range(2)])
+    yield "move_kv_layers", "two", ((*layers, torch.tensor([4, 5, -1]), torch.tensor([5, 6, 7])), {})
+
+
+OTHER = [
+    pytest.param(op, call, id=f"{op}-{name}") for op, name, call in (*store_calls(), *tree_calls(), *projection_calls())
+]
 
 
 def strides(result: Any) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
@@ -150,7 +177,14 @@ def assert_schema_holds(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
 
 def assert_fake_is_real(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        fakes = [
+            [mode.from_tensor(each) for each in arg]
+            if isinstance(arg, list)
+            else mode.from_tensor(arg)
+            if isinstance(arg, Tensor)
+            else arg
+            for arg in args
+        ]
         named = {key: mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for key, arg in kwargs.items()}
         fake = strides(op(*fakes, **named))
     assert fake == strides(op(*args, **kwargs))

@@ -7,20 +7,20 @@ The plain one is everything else: CPUs, float32, wide layers, training, layers o
 
 from __future__ import annotations
 
-import importlib.util
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from specops import ops
+from specops.ops.contracts import has_triton
 
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
 # Elements of a weight above which a product outweighs the launches around it. On an H200 a decode step of SmolLM2 (at most
 # 1.8M) went from 1199 to 470 us; a step with one layer of hidden 4096 from 236 to 257 us at 4 rows, from 271 to 483 at 128.
 FUSED_WEIGHT = 4 * 2**20
 # Looked up here, since the compiler traces what can_fuse does.
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = has_triton()
 
 
 class RMSNorm(nn.Module):

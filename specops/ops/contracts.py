@@ -13,6 +13,7 @@ Fakes look at shapes and dtypes only, never at values.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,6 +41,12 @@ def without_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
             return kernel(*args)
 
     return run
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported for that."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def constant_when_compiled(function: Call) -> Call:

@@ -8,7 +8,6 @@ because a round's time at batch 1 is the number of its launches.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -187,7 +186,7 @@ def _with_triton(name: str, plain: Callable[..., Tensor], rows_argument: int) ->
     """The fused launch where Triton is installed and the rows are few, else the plain form."""
 
     def run(*args: Any) -> Tensor:
-        if importlib.util.find_spec("triton") is None:
+        if not contracts.has_triton():
             return plain(*args)
         from specops.ops import triton_linear
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -233,16 +231,11 @@ def _move_kv_layers(k_caches: list[Tensor], v_caches: list[Tensor], source_slots
         _move(cache, source_slots, target_slots)
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _with_triton(name: str, generic: Callable[..., None]) -> Callable[..., None]:
     """The fused kernel of ``triton_store`` where Triton is installed and takes the call, else the generic form."""
 
     def run(*args: Any) -> None:
-        if not _has_triton():
+        if not contracts.has_triton():
             return generic(*args)
         from specops.ops import triton_store
 

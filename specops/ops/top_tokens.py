@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
@@ -46,7 +44,7 @@ def _top_tokens_cpu(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Ten
 
 
 def _top_tokens_cuda(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
-    if importlib.util.find_spec("triton") is None:
+    if not contracts.has_triton():
         return _top_tokens(logits, k, logprobs)
     from specops.ops import triton_round
 

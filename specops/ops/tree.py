@@ -7,8 +7,6 @@ on their device, without a host synchronisation, and ``n`` is independent of ``n
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
@@ -181,7 +179,7 @@ def _build_tree_cuda(
     num_steps: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     arguments = root_tokens, candidate_tokens, candidate_scores, candidate_parents, num_draft_tokens, num_steps
-    if importlib.util.find_spec("triton") is None:
+    if not contracts.has_triton():
         return _build_tree(*arguments)
     from specops.ops import triton_round
 
@@ -192,7 +190,7 @@ def _build_tree_cuda(
 def _verify_greedy_cuda(
     tokens: Tensor, parents: Tensor, depths: Tensor, target_tokens: Tensor, num_steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if importlib.util.find_spec("triton") is None:
+    if not contracts.has_triton():
         return _verify_greedy(tokens, parents, depths, target_tokens, num_steps)
     from specops.ops import triton_round
 

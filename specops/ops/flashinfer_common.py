@@ -12,16 +12,14 @@ under way, a zeroed spare is made at each eager call for the next new stream tha
 from __future__ import annotations
 
 import importlib
-import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-MEBIBYTE = 1 << 20
+from specops.ops.graph_memory import outside_graph_pools
 
-_Made = TypeVar("_Made")
+MEBIBYTE = 1 << 20
 
 
 def load(module: str, extra: str) -> Any:
@@ -42,34 +40,6 @@ def load(module: str, extra: str) -> Any:
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a CUDA device is being captured into a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def outside_graph_pools(make: Callable[[], _Made], device: torch.device) -> _Made:
-    """``make()`` so that its tensors belong to no graph's memory pool, finished when this returns.
-
-    Inductor's graph trees route the allocations of the calling thread into a pool that they later reuse, in warm-up runs
-    too. A fresh thread with a stream of its own is outside of that. Not for use while a capture is under way.
-    """
-    if device.type != "cuda":
-        return make()
-    made: list[_Made] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
-                made.append(make())
-            stream.synchronize()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="specops-allocate")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
 
 
 class Workspaces:

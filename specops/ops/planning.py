@@ -31,6 +31,7 @@ from torch import Tensor
 from specops.layout import QueryLayout
 from specops.ops import flashinfer_common
 from specops.ops.backends import Family, get_backend, load_callable
+from specops.ops.graph_memory import outside_graph_pools
 
 # Plans of calls without a handle, kept for the next such call of the same shape.
 KEPT_INLINE_PLANS = 4
@@ -104,7 +105,7 @@ class Plan:
                 torch.arange(max_pages, dtype=torch.int64, device=device),
             )
 
-        self.handle, self._indices, self._columns = flashinfer_common.outside_graph_pools(buffers, device)
+        self.handle, self._indices, self._columns = outside_graph_pools(buffers, device)
         torch._dynamo.mark_static_address(self.handle)
         self.page_indices = self._indices[:-1]
         _register(self)
@@ -174,9 +175,9 @@ class Plan:
                 "run the step once eagerly before capturing it"
             )
         if key not in self._planned:
-            self._planned[key] = flashinfer_common.outside_graph_pools(lambda: make(self), self.device)
+            self._planned[key] = outside_graph_pools(lambda: make(self), self.device)
         # The kernel's package keeps tensors of a schedule too.
-        flashinfer_common.outside_graph_pools(lambda: self._schedule(key), self.device)
+        outside_graph_pools(lambda: self._schedule(key), self.device)
         return self._planned[key]
 
     def serves(self, page_table: Tensor, num_rows: int, page_size: int) -> None:

@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specops.ops.graph_memory import outside_graph_pools
+
 LOG2E = 1.4426950408889634
 NEG_INF = tl.constexpr(float("-inf"))
 # The interpreter computes with NumPy, which has no bfloat16 products.
@@ -173,19 +175,8 @@ def release_counters() -> None:
 
 
 def _allocate_apart(device: torch.device, count: int) -> Tensor:
-    """Zeros that belong to no memory pool of the caller: a warm-up inside a graph pool must not own what outlives it."""
-    made: list[Tensor] = []
-
-    def allocate() -> None:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            made.append(torch.zeros(count, dtype=torch.int32, device=device))
-            torch.cuda.current_stream(device).synchronize()
-
-    # Pools are bound to the thread that warms up.
-    worker = threading.Thread(target=allocate)
-    worker.start()
-    worker.join()
-    return made[0]
+    """Zeros that belong to no memory pool of the caller."""
+    return outside_graph_pools(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)
 
 
 @triton.jit

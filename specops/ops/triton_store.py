@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specops.ops.capabilities import FP8
+from specops.ops.graph_memory import outside_graph_pools
 from specops.ops.triton_common import next_power_of_2
 
 # Elements of one token that a program writes at a time, and elements that a moving program holds: 64 a thread.
@@ -272,9 +273,10 @@ def move_kv_layers(k_caches: list[Tensor], v_caches: list[Tensor], source_slots:
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     """The pointers on the device. Never freed, since a graph may have been captured with it: a few bytes a model.
 
-    A capture can't copy from the host; every step runs once before it is captured, which is when this is made.
+    A capture can't copy from the host; every step runs once before it is captured, which is when this is made, and that run
+    may be one in the graph's own pool.
     """
-    return torch.tensor(pointers, dtype=torch.int64).to(device)
+    return outside_graph_pools(lambda: torch.tensor(pointers, dtype=torch.int64).to(device), device)
 
 
 def can_move(source_slots: Tensor) -> bool:

@@ -33,6 +33,7 @@ from specops.ops.backends import Backend, add_backend
 from specops.ops.builtin import TRTLLM_GEN_MHA
 from specops.ops.capabilities import FP8
 from specops.ops.flashinfer_common import MEBIBYTE, Workspaces
+from specops.ops.graph_memory import outside_graph_pools
 
 # XQA: 8 MiB of semaphores, and scratch for 188 SMs times 16 blocks of 32 rows of 256 values in half precision.
 XQA_WORKSPACES = Workspaces(64 * MEBIBYTE)
@@ -362,7 +363,7 @@ def _no_sinks(num_heads: int, device: torch.device) -> Tensor:
 
     if flashinfer_common.is_capturing(device):
         return make()
-    _sink_constants[device, num_heads] = flashinfer_common.outside_graph_pools(make, device)
+    _sink_constants[device, num_heads] = outside_graph_pools(make, device)
     return _sink_constants[device, num_heads]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -201,3 +202,19 @@ def test_the_plain_form_agrees() -> None:
         fused_values, fused_tokens = (t.cpu() for t in triton_round.top_tokens(logits.to(DEVICE), 3, logprobs))
         assert torch.equal(tokens, fused_tokens)
         torch.testing.assert_close(values, fused_values, atol=1e-5, rtol=0)
+
+
+def test_what_a_move_keeps_is_made_outside_of_graph_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first move of a step may run inside a graph's own pool, where torch counts every tensor that stays."""
+    made: list[Tensor] = []
+
+    def outside(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+        made.append(make())
+        return made[0]
+
+    monkeypatch.setattr(triton_store, "outside_graph_pools", outside)
+    caches = [[torch.randn(6, 4, 2, 8, device=DEVICE) for _ in range(2)] for _ in range(2)]
+    slots = torch.tensor([9, 10], device=DEVICE), torch.tensor([8, 9], device=DEVICE)
+    for _ in range(2):
+        triton_store.move_kv_layers(*caches, *slots)
+    assert [tensor.tolist() for tensor in made] == [[cache.data_ptr() for cache in (*caches[0], *caches[1])]]

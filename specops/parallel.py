@@ -26,6 +26,7 @@ This module knows no engine. Pipeline, expert and data parallel are not here; ne
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,7 +132,16 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
             bound = torch.device("cuda", local)
             torch.cuda.set_device(bound)
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=bound)
+        if kind == "cpu":
+            # gloo's threads must have ended before the process does, which was aborted now and then. NCCL's group is left to
+            # the end of the process: captured graphs may still hold its collectives.
+            atexit.register(_leave)
     return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @torch.no_grad()

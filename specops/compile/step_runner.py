@@ -16,7 +16,6 @@ On a device without CUDA graphs the first two run the compiled step as it is. A 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +36,7 @@ from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.ready import CopyIn, HandOver, Ready, Staging, copy_of_outputs
 from specops.compile.static_tensors import StaticTensors, weak_reference
+from specops.ops.contracts import has_triton
 
 Mode = Literal["reduce-overhead", "direct", "eager"]
 MODES: tuple[Mode, ...] = ("reduce-overhead", "direct", "eager")
@@ -440,7 +440,7 @@ class StepRunner:
 
 def _staging(table: FieldTable) -> CopyIn:
     """One fused launch where Triton is installed and the table fits it, else a copy a field."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return table.copy_in
     from specops.compile.staging import FusedStaging
 

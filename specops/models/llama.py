@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specops import ops
@@ -29,13 +28,9 @@ from specops.models.config import ModelConfig
 from specops.models.projections import RMSNorm as RMSNorm
 from specops.models.projections import added, can_fuse, fused_linear, normed
 from specops.models.rotary import Rope, Rotary, rotate
+from specops.ops.linear import GATES
 
 Reduce = Callable[[Tensor], Tensor]
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class MLP(nn.Module):
@@ -53,7 +48,7 @@ class MLP(nn.Module):
         self.gate = config.hidden_act
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act = _ACTIVATIONS[config.hidden_act]
+        self.act = GATES[config.hidden_act]
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         """``x`` ``[T, hidden_size]``, put through ``norm`` first, to the same; ``residual`` is added to it."""

@@ -53,6 +53,17 @@ TRTLLM_GEN_MHA = Capabilities(
         ),
     ),
 )
+TRITON = Capabilities(
+    ("cuda", "hip"),
+    interpreted_on=("cpu",),
+    min_compute_capability=(8, 0),
+    q_dtypes=FLOATS,
+    kv_dtypes=(*FLOATS, FP8),
+    fp8_min_compute_capability=(8, 9),
+    features=FEATURES,
+    packages=("triton",),
+    extra="triton",
+)
 BUILTIN = (
     Backend(
         "reference",
@@ -85,34 +96,14 @@ BUILTIN = (
     Backend(
         "triton",
         "mha",
-        Capabilities(
-            ("cuda", "hip"),
-            interpreted_on=("cpu",),
-            min_compute_capability=(8, 0),
-            q_dtypes=FLOATS,
-            kv_dtypes=(*FLOATS, FP8),
-            fp8_min_compute_capability=(8, 9),
-            features=FEATURES,
-            packages=("triton",),
-            extra="triton",
-        ),
+        TRITON,
         "specops.ops.triton_mha:mha",
         source="specops Triton kernels",
     ),
     Backend(
         "triton",
         "mla",
-        Capabilities(
-            ("cuda", "hip"),
-            interpreted_on=("cpu",),
-            min_compute_capability=(8, 0),
-            q_dtypes=FLOATS,
-            kv_dtypes=(*FLOATS, FP8),
-            fp8_min_compute_capability=(8, 9),
-            features=FEATURES,
-            packages=("triton",),
-            extra="triton",
-        ),
+        TRITON,
         "specops.ops.triton_mla:mla",
         source="specops Triton kernels",
     ),

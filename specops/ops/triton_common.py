@@ -17,9 +17,11 @@ sequence's end and in pages of others never meets a number. ``num_keys`` is ``se
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -105,11 +107,23 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
 def launches_overlap(device: torch.device) -> bool:
     """Whether a dependent launch may start before the one it waits for has ended: NVIDIA 9.0 and later."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early_launch(device: torch.device) -> dict[str, Any]:
+    """Options of a kernel that starts while the one before it ends, where that is possible; it waits if ``EARLY``."""
+    early = launches_overlap(device)
+    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """``tensor`` ``[R, C]`` with a unit last stride."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def hopper_products(device: torch.device) -> bool:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specops.ops.capabilities import FP8
-from specops.ops.triton_common import launches_overlap, next_power_of_2, product, tanh
+from specops.ops.triton_common import dense_rows, early_launch, next_power_of_2, product, tanh
 from specops.ops.triton_store import saturated
 
 # Above so many rows the products are large enough for a library's, see ``specops.ops.linear``.
@@ -494,7 +494,7 @@ def rms_norm_linear(
     if num_rows == 0:
         return out
     tile = tile or choose_tile(num_rows, width, gate is not None)
-    x, residual = _rows(x), None if residual is None else _rows(residual)
+    x, residual = dense_rows(x), None if residual is None else dense_rows(residual)
     linear_kernel[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, tile.block_m))](
         x,
         norm_weight,
@@ -540,7 +540,7 @@ def project_qkv(
     if num_rows == 0:
         return q
     tile = tile or choose_tile(num_rows, width, True)
-    x, cos, sin = _rows(x), _rows(cos.flatten(1)), _rows(sin.flatten(1))
+    x, cos, sin = dense_rows(x), dense_rows(cos.flatten(1)), dense_rows(sin.flatten(1))
     blocks = triton.cdiv(dim // 2, tile.block_n)
     qkv_kernel[((num_heads + 2 * num_kv_heads) * blocks, triton.cdiv(num_rows, tile.block_m))](
         x,
@@ -578,7 +578,6 @@ def project_qkv(
 
 
 def _launch(tile: Tile, device: torch.device) -> dict[str, Any]:
-    early = launches_overlap(device)
     return {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -587,11 +586,6 @@ def _launch(tile: Tile, device: torch.device) -> dict[str, Any]:
         "TAIL": tile.tail,
         "SPLIT": tile.num_warps if tile.split else 1,
         "STAGES": tile.num_stages,
-        "EARLY": early,
         "num_warps": tile.num_warps,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(device),
     }
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(1) == 1 else tensor.contiguous()

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specops.ops.triton_common import launches_overlap, next_power_of_2
+from specops.ops.triton_common import dense_rows, early_launch, next_power_of_2
 
 # Vocabulary entries of one program, entries up to which there is one program a row, and the most entries asked for.
 CHUNK = 4096
@@ -234,10 +234,10 @@ def top_tokens(logits: Tensor, k: int, logprobs: bool) -> tuple[Tensor, Tensor]:
     tokens = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
     if rows == 0:
         return values, tokens
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = dense_rows(logits)
     block = next_power_of_2(vocab) if vocab <= ONE_CHUNK else CHUNK
     chunks = triton.cdiv(vocab, block)
-    shared: dict[str, Any] = {"V": vocab, "K": k, "CHUNKS": chunks, "LOGPROBS": logprobs, **_early(logits.device)}
+    shared: dict[str, Any] = {"V": vocab, "K": k, "CHUNKS": chunks, "LOGPROBS": logprobs, **early_launch(logits.device)}
     warps = max(min(block // 512, 8), 1)
     if chunks == 1:
         top_kernel[(rows, 1)](logits, values, tokens, None, logits.stride(0), BLOCK=block, num_warps=warps, **shared)
@@ -275,19 +275,20 @@ def build_tree(
     mask = torch.empty((batch * num_draft_tokens, num_draft_tokens), dtype=torch.bool, device=device)
     if batch:
         block = max(next_power_of_2(candidates), 16)
+        given = [dense_rows(tensor) for tensor in (candidate_tokens, candidate_scores, candidate_parents)]
         tree_kernel[(batch,)](
             root_tokens,
-            *(_dense_rows(tensor) for tensor in (candidate_tokens, candidate_scores, candidate_parents)),
+            *given,
             *(tokens, parents, depths, mask, first_child, next_sibling),
             root_tokens.stride(0),
-            *(_dense_rows(tensor).stride(0) for tensor in (candidate_tokens, candidate_scores, candidate_parents)),
+            *(tensor.stride(0) for tensor in given),
             C=candidates,
             N=num_draft_tokens,
             STEPS=num_steps,
             BLOCK_C=block,
             BLOCK_N=max(next_power_of_2(num_draft_tokens), 16),
             num_warps=4 if block <= 64 else 8,
-            **_early(device),
+            **early_launch(device),
         )
     return tokens, parents, depths, mask, first_child, next_sibling
 
@@ -300,7 +301,7 @@ def verify_greedy(
     lens = torch.empty((batch,), dtype=torch.int32, device=tokens.device)
     index, emitted = (torch.empty((batch, num_steps + 1), dtype=torch.int64, device=tokens.device) for _ in range(2))
     if batch:
-        tokens, parents, target_tokens = _dense_rows(tokens), _dense_rows(parents), _dense_rows(target_tokens)
+        tokens, parents, target_tokens = dense_rows(tokens), dense_rows(parents), dense_rows(target_tokens)
         verify_kernel[(batch,)](
             *(tokens, parents, target_tokens, lens, index, emitted),
             *(tokens.stride(0), parents.stride(0), target_tokens.stride(0)),
@@ -308,15 +309,6 @@ def verify_greedy(
             STEPS=num_steps,
             BLOCK_N=max(next_power_of_2(nodes), 16),
             num_warps=1,
-            **_early(tokens.device),
+            **early_launch(tokens.device),
         )
     return lens, index, emitted
-
-
-def _early(device: torch.device) -> dict[str, Any]:
-    early = launches_overlap(device)
-    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(1) == 1 else tensor.contiguous()

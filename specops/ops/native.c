@@ -27,7 +27,15 @@
 #define KB 64      /* keys of a block of attention */
 #define CHUNK 128  /* keys of an item of attention; a multiple of KB */
 #define ROWS 64    /* query rows times heads of a group of an item, at most */
+#define NARROW 64  /* query rows of a request, up to which a row's result is that of the row alone */
+#define WIDE_ROWS 128 /* as ROWS, of a request with more rows */
 #define MAX_DIM 256
+#define TEAM_WORK (1 << 17) /* multiplications of attention from which a team pays */
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRS 1 /* one instruction adds products of pairs of bfloat16 */
+#else
+#define PAIRS 0
+#endif
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
@@ -391,41 +399,89 @@ void specops_layer_out(const Layer *layer, const void *attended, const void *res
 
 /* Attention ------------------------------------------------------------------------------------------------------ */
 
-/* Field order as in native.py. Strides are in elements. */
+/* Field order as in native.py. What changes from call to call comes first, then what changes from step to step, then what
+ * stays a layer's. Strides are in elements; out is [rows, heads, value_dim]. */
 typedef struct {
-  const char *q, *k, *v;
+  const char *q;
+  char *out;
+  int64_t q_row, q_head, rows;
   const int32_t *table, *seq_lens, *query_start; /* query_start NULL: uniform rows */
+  int64_t table_row, batch, width, max_pages;
+  const char *k, *v;
   const float *sinks;
   const uint8_t *tree;
-  char *out;
-  int64_t q_row, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row, tree_row, tree_width;
-  int64_t batch, rows, width, heads, kv_heads, dim, value_dim, page_size, max_pages, window, half;
+  int64_t tree_row, tree_width;
+  int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;
+  int64_t heads, kv_heads, dim, value_dim, page_size, window, half;
   double scale, softcap;
 } Attention;
 
-/* Some rows of one request, one KV head, and the keys of one chunk. */
+/* Some rows of one request, one KV head, and the keys of one chunk; a wide item has all keys of its rows. */
 typedef struct {
-  int32_t request, kv_head, first_row, num_rows, chunk, num_chunks;
+  int32_t request, kv_head, first_row, num_rows, chunk, num_chunks, wide;
   int64_t partial;
 } Item;
 
-/* Scores of up to TM query rows with up to 4 keys. */
-INLINE void dots(const float *q, long dim, const float *const *keys, int mb, int nb, float *scores) {
+/* Accumulators of half values have, in each group of 2 VL elements, the even ones first, as a load splits them; a last
+ * group of VL keeps its order. */
+INLINE vf evens(vu pair) { return (vf)(pair << 16); }
+INLINE vf odds(vu pair) { return (vf)(pair & 0xffff0000u); }
+
+typedef uint16_t vs __attribute__((vector_size(VL * 2)));
+typedef uint16_t vsu __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+INLINE vf widened(const uint16_t *p) { return (vf)(__builtin_convertvector((vs) * (const vsu *)p, vu) << 16); }
+
+INLINE vu narrowed(vf value) { /* as narrow(), in the upper halves */
+  vu bits = (vu)value;
+  vu rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  vu plain = (vu)(value == value);
+  return (rounded & plain) | (0x7fc00000u & ~plain);
+}
+
+INLINE float largest_of(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float best = v[0];
+  for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
+  return best;
+#endif
+}
+
+/* Scores of up to TM query rows with up to 4 keys; with pairs both are half, and not yet scaled. */
+INLINE void dots(const char *q, long dim, const char *const *keys, int pairs, int mb, int nb, float *scores) {
   vf acc[16];
   float out[16];
 #pragma GCC unroll 16
   for (int i = 0; i < mb * nb; i++) acc[i] = (vf){0};
-  for (long d = 0; d < dim; d += VL) {
-    vf kv[4];
+#if PAIRS
+  if (pairs) {
+    for (long d = 0; d < dim; d += 32) {
+      const __mmask32 there = dim - d >= 32 ? 0xffffffffu : 0xffffu;
+      __m512i kv[4];
 #pragma GCC unroll 4
-    for (int n = 0; n < nb; n++) kv[n] = *(const vfu *)(keys[n] + d);
+      for (int n = 0; n < nb; n++) kv[n] = _mm512_maskz_loadu_epi16(there, keys[n] + 2 * d);
 #pragma GCC unroll 4
-    for (int m = 0; m < mb; m++) {
-      vf qv = *(const vfu *)(q + m * dim + d);
+      for (int m = 0; m < mb; m++) {
+        __m512i qv = _mm512_maskz_loadu_epi16(there, q + 2 * (m * dim + d));
 #pragma GCC unroll 4
-      for (int n = 0; n < nb; n++) acc[m * nb + n] += qv * kv[n];
+        for (int n = 0; n < nb; n++)
+          acc[m * nb + n] = (vf)_mm512_dpbf16_ps((__m512)acc[m * nb + n], (__m512bh)qv, (__m512bh)kv[n]);
+      }
     }
-  }
+  } else
+#endif
+    for (long d = 0; d < dim; d += VL) {
+      vf kv[4];
+#pragma GCC unroll 4
+      for (int n = 0; n < nb; n++) kv[n] = *(const vfu *)((const float *)keys[n] + d);
+#pragma GCC unroll 4
+      for (int m = 0; m < mb; m++) {
+        vf qv = *(const vfu *)((const float *)q + m * dim + d);
+#pragma GCC unroll 4
+        for (int n = 0; n < nb; n++) acc[m * nb + n] += qv * kv[n];
+      }
+    }
   sums(acc, mb * nb, out);
 #pragma GCC unroll 4
   for (int m = 0; m < mb; m++)
@@ -433,25 +489,120 @@ INLINE void dots(const float *q, long dim, const float *const *keys, int mb, int
     for (int n = 0; n < nb; n++) scores[m * KB + n] = out[m * nb + n];
 }
 
-INLINE void all_dots(const float *q, long R, long dim, const float *const *keys, int nb, float *scores) {
+INLINE void all_dots(const char *q, long R, long dim, const char *const *keys, int pairs, int nb, float *scores) {
+  const long size = dim * (pairs ? 2 : 4);
   long r = 0;
-  for (; r + TM <= R; r += TM) dots(q + r * dim, dim, keys, TM, nb, scores + r * KB);
+  for (; r + TM <= R; r += TM) dots(q + r * size, dim, keys, pairs, TM, nb, scores + r * KB);
 #if TM > 2
-  if (R - r == 3) dots(q + r * dim, dim, keys, 3, nb, scores + r * KB);
-  if (R - r == 2) dots(q + r * dim, dim, keys, 2, nb, scores + r * KB);
+  if (R - r == 3) dots(q + r * size, dim, keys, pairs, 3, nb, scores + r * KB);
+  if (R - r == 2) dots(q + r * size, dim, keys, pairs, 2, nb, scores + r * KB);
 #endif
-  if (R - r == 1) dots(q + r * dim, dim, keys, 1, nb, scores + r * KB);
+  if (R - r == 1) dots(q + r * size, dim, keys, pairs, 1, nb, scores + r * KB);
 }
 
-/* acc[mb rows, nb vectors] += weights[mb rows, keys] times values. */
-INLINE void mix(const float *weights, const float *const *values, int keys, float *acc, long dim, int mb, int nb) {
+/* Keys of a block, turned: unit d of key j goes to turned[d * KB + j]. A unit is a float, or a pair of halves. */
+INLINE void turn(const char *const *keys, long count, long units, uint32_t *turned) {
+  long j = 0;
+#if defined(__AVX512F__)
+  for (; j + 16 <= count; j += 16)
+    for (long d = 0; d + 16 <= units; d += 16) {
+      __m512i a[16], b[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(keys[j + i] + 4 * d);
+#pragma GCC unroll 8
+      for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        _mm512_storeu_si512(turned + (d + i) * KB + j, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_storeu_si512(turned + (d + i + 4) * KB + j, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
+        _mm512_storeu_si512(turned + (d + i + 8) * KB + j, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+        _mm512_storeu_si512(turned + (d + i + 12) * KB + j, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
+      }
+    }
+  if (units % 16) j = 0; /* units behind the last 16, of all keys */
+  const long from = units / 16 * 16, whole = count / 16 * 16;
+#else
+  const long from = 0, whole = 0;
+#endif
+  for (; j < count; j++)
+    for (long d = j < whole ? from : 0; d < units; d++) memcpy(turned + d * KB + j, keys[j] + 4 * d, 4);
+}
+
+/* Scores of mb query rows with nb vectors of turned keys. */
+INLINE void turned_dots(const char *q, long units, const uint32_t *turned, int pairs, int mb, int nb, float *scores) {
+  vf acc[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < mb * nb; i++) acc[i] = (vf){0};
+  for (long d = 0; d < units; d++) {
+    vf kv[4];
+#pragma GCC unroll 4
+    for (int n = 0; n < nb; n++) kv[n] = *(const vfu *)(turned + d * KB + n * VL);
+#pragma GCC unroll 4
+    for (int m = 0; m < mb; m++) {
+#if PAIRS
+      if (pairs) {
+        int32_t pair;
+        memcpy(&pair, q + 4 * (m * units + d), 4);
+        const __m512bh qv = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+        for (int n = 0; n < nb; n++)
+          acc[m * nb + n] = (vf)_mm512_dpbf16_ps((__m512)acc[m * nb + n], qv, (__m512bh)kv[n]);
+        continue;
+      }
+#endif
+      const float qv = ((const float *)q)[m * units + d];
+#pragma GCC unroll 4
+      for (int n = 0; n < nb; n++) acc[m * nb + n] += kv[n] * qv;
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < mb * nb; i++) *(vfu *)(scores + i / nb * KB + i % nb * VL) = acc[i];
+}
+
+INLINE void all_turned_dots(const char *q, long R, long units, const uint32_t *turned, long keys, int pairs, float *scores) {
+  for (long j = 0; j < keys; j += 4 * VL) {
+    long r = 0;
+    for (; r + TM <= R; r += TM) turned_dots(q + r * units * 4, units, turned + j, pairs, TM, 4, scores + r * KB + j);
+    for (; r < R; r++) turned_dots(q + r * units * 4, units, turned + j, pairs, 1, 4, scores + r * KB + j);
+  }
+}
+
+/* acc[mb rows, nb vectors] += weights[mb rows, keys] times values. split: values are half, taken apart on the way. */
+INLINE void mix(const float *weights, const char *const *values, long at, int keys, float *acc, long dim, int split, int mb,
+                int nb) {
   vf sum[16];
 #pragma GCC unroll 16
   for (int i = 0; i < mb * nb; i++) sum[i] = *(const vfu *)(acc + i / nb * dim + i % nb * VL);
   for (int j = 0; j < keys; j++) {
     vf value[4];
+    if (split && nb == 1) value[0] = widened((const uint16_t *)values[j] + at);
+    else if (split) {
+#pragma GCC unroll 2
+      for (int n = 0; n < nb; n += 2) {
+        vu both = *(const vuu *)((const uint16_t *)values[j] + at + n * VL);
+        value[n] = evens(both), value[n + 1] = odds(both);
+      }
+    } else {
 #pragma GCC unroll 4
-    for (int n = 0; n < nb; n++) value[n] = *(const vfu *)(values[j] + n * VL);
+      for (int n = 0; n < nb; n++) value[n] = *(const vfu *)((const float *)values[j] + at + n * VL);
+    }
 #pragma GCC unroll 4
     for (int m = 0; m < mb; m++)
 #pragma GCC unroll 4
@@ -461,21 +612,42 @@ INLINE void mix(const float *weights, const float *const *values, int keys, floa
   for (int i = 0; i < mb * nb; i++) *(vfu *)(acc + i / nb * dim + i % nb * VL) = sum[i];
 }
 
-INLINE void mix_rows(const float *weights, long R, const float *const *values, int keys, float *acc, long dim, int nb) {
+INLINE void mix_rows(const float *weights, long R, const char *const *values, long at, int keys, float *acc, long dim,
+                     int split, int nb) {
   long r = 0;
-  for (; r + TM <= R; r += TM) mix(weights + r * KB, values, keys, acc + r * dim, dim, TM, nb);
-  for (; r < R; r++) mix(weights + r * KB, values, keys, acc + r * dim, dim, 1, nb);
+  for (; r + TM <= R; r += TM) mix(weights + r * KB, values, at, keys, acc + r * dim, dim, split, TM, nb);
+#if TM > 2
+  if (R - r == 3) mix(weights + r * KB, values, at, keys, acc + r * dim, dim, split, 3, nb);
+  if (R - r == 2) mix(weights + r * KB, values, at, keys, acc + r * dim, dim, split, 2, nb);
+#endif
+  if (R - r == 1) mix(weights + r * KB, values, at, keys, acc + r * dim, dim, split, 1, nb);
 }
 
-/* A key or value as float32: where it lies, or widened into a buffer. */
-INLINE const float *row_of(const char *cache, long at, long dim, int half, float *buffer) {
-  if (!half) return (const float *)cache + at;
-  for (long d = 0; d < dim; d++) buffer[d] = widen(((const uint16_t *)cache)[at + d]);
-  return buffer;
+INLINE void mix_all(const float *weights, long R, const char *const *values, int keys, float *acc, long dim, int split) {
+  long d = 0;
+  for (; d + 4 * VL <= dim; d += 4 * VL) mix_rows(weights, R, values, d, keys, acc + d, dim, split, 4);
+  for (; d + 2 * VL <= dim; d += 2 * VL) mix_rows(weights, R, values, d, keys, acc + d, dim, split, 2);
+  for (; d < dim; d += VL) mix_rows(weights, R, values, d, keys, acc + d, dim, split, 1);
 }
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
+
+/* Where keys low to low + count of a request lie. */
+INLINE void places(const char *cache, const int32_t *pages, long low, long count, long page_size, long page_stride,
+                   long slot_stride, int half, const char **pointers) {
+  const long size = half ? 2 : 4;
+  long page = low / page_size, offset = low % page_size;
+  const char *at = cache + (pages[page] * page_stride + offset * slot_stride) * size;
+  for (long j = 0; j < count; j++) {
+    pointers[j] = at;
+    at += slot_stride * size;
+    if (++offset == page_size && j + 1 < count) {
+      offset = 0;
+      at = cache + pages[++page] * page_stride * size;
+    }
+  }
+}
 
 /* First and last row of a request in q. */
 INLINE void rows_of(const Attention *a, long request, long *first, long *count) {
@@ -496,25 +668,36 @@ INLINE void reach_of(const Attention *a, long request, long first, long num, lon
 }
 
 INLINE void finish(const Attention *a, const float *acc, float top, float sum, long row, long head) {
+  float scale = sum == 0 ? 0 : 1.0f / sum;
   if (a->sinks) {
     const float sink = a->sinks[head], all = top > sink ? top : sink;
-    const float scale = top == -INFINITY ? 0 : expf(top - all);
-    const float total = sum * scale + expf(sink - all);
-    for (long d = 0; d < a->value_dim; d++)
-      put(a->out, (row * a->heads + head) * a->value_dim + d, acc[d] * (scale / total), (int)a->half);
+    const float rest = top == -INFINITY ? 0 : expf(top - all);
+    scale = rest / (sum * rest + expf(sink - all));
+  }
+  const long dim = a->value_dim;
+  long d = 0;
+  if (!a->half) {
+    float *out = (float *)a->out + (row * a->heads + head) * dim;
+    for (; d < dim; d += VL) *(vfu *)(out + d) = *(const vfu *)(acc + d) * splat(scale);
     return;
   }
-  const float scale = sum == 0 ? 0 : 1.0f / sum;
-  for (long d = 0; d < a->value_dim; d++) put(a->out, (row * a->heads + head) * a->value_dim + d, acc[d] * scale, (int)a->half);
+  uint16_t *out = (uint16_t *)a->out + (row * a->heads + head) * dim;
+  for (; d + 2 * VL <= dim; d += 2 * VL) {
+    vf even = *(const vfu *)(acc + d) * splat(scale), odd = *(const vfu *)(acc + d + VL) * splat(scale);
+    *(vuu *)(out + d) = (narrowed(even) >> 16) | (narrowed(odd) & 0xffff0000u);
+  }
+  for (; d < dim; d++) out[d] = narrow(acc[d] * scale);
 }
 
-static void attend_item(const Attention *a, const Item *item, float *partials) {
+/* max_rows: query rows times heads of an item, at most. */
+INLINE void attend(const Attention *a, const Item *item, float *partials, int half, int wide, int max_rows) {
   const long dim = a->dim, value_dim = a->value_dim, group = a->heads / a->kv_heads, request = item->request;
   const long R = item->num_rows * group;
-  const int half = (int)a->half;
+  const int pairs = half && PAIRS;
   long begin, end, start, count;
-  float q[ROWS * MAX_DIM], local[ROWS * (MAX_DIM + 2)], scores[ROWS * KB], wide[KB * MAX_DIM];
-  const float *pointers[KB];
+  float q[max_rows * MAX_DIM], local[max_rows * (MAX_DIM + 2)], scores[max_rows * KB], buffer[KB * MAX_DIM];
+  uint32_t turned[wide ? KB * MAX_DIM : 1];
+  const char *pointers[KB];
   rows_of(a, request, &start, &count);
   reach_of(a, request, item->first_row, item->num_rows, &begin, &end);
   const long position = a->seq_lens[request] - count + item->first_row, prefix = a->seq_lens[request] - a->tree_width;
@@ -522,28 +705,44 @@ static void attend_item(const Attention *a, const Item *item, float *partials) {
   float *top = acc + R * value_dim, *sum = top + R;
   for (long r = 0; r < R; r++) {
     const long row = start + item->first_row + r / group, head = item->kv_head * group + r % group;
-    for (long d = 0; d < dim; d++) q[r * dim + d] = get(a->q, row * a->q_row + head * a->q_head + d, half) * (float)a->scale;
+    const long at = row * a->q_row + head * a->q_head;
+    if (pairs) memcpy((uint16_t *)q + r * dim, (const uint16_t *)a->q + at, 2 * dim);
+    else if (half)
+      for (long d = 0; d < dim; d++) q[r * dim + d] = widen(((const uint16_t *)a->q)[at + d]) * (float)a->scale;
+    else
+      for (long d = 0; d < dim; d += VL) *(vfu *)(q + r * dim + d) = *(const vfu *)((const float *)a->q + at + d) * (float)a->scale;
     top[r] = -INFINITY;
     sum[r] = 0;
   }
   memset(acc, 0, sizeof(float) * R * value_dim);
   const int32_t *pages = a->table + request * a->table_row;
   const long chunk = begin / CHUNK + item->chunk;
-  for (long block = chunk * CHUNK; block < least(end, (chunk + 1) * CHUNK); block += KB) {
+  const long from = wide ? begin / KB * KB : chunk * CHUNK, to = wide ? end : least(end, (chunk + 1) * CHUNK);
+  const long size = half ? 2 : 4;
+  for (long block = from; block < to; block += KB) {
     const long low = most(block, begin), keys = least(end, block + KB) - low;
     if (keys <= 0) continue;
-    for (long j = 0; j < keys; j++) {
-      const long key = low + j;
-      const long at = pages[key / a->page_size] * a->k_page + key % a->page_size * a->k_slot + item->kv_head * a->k_head;
-      pointers[j] = row_of(a->k, at, dim, half, wide + j * dim);
-    }
+    places(a->k + item->kv_head * a->k_head * size, pages, low, keys, a->page_size, a->k_page, a->k_slot, half, pointers);
+    if (half && !pairs)
+      for (long j = 0; j < keys; j++) {
+        float *wider = buffer + j * dim;
+        for (long d = 0; d < dim; d += VL) *(vfu *)(wider + d) = widened((const uint16_t *)pointers[j] + d);
+        pointers[j] = (const char *)wider;
+      }
     long j = 0;
-    for (; j + 4 <= keys; j += 4) all_dots(q, R, dim, pointers + j, 4, scores + j);
-    for (; j < keys; j++) all_dots(q, R, dim, pointers + j, 1, scores + j);
+    if (wide) {
+      turn(pointers, keys, pairs ? dim / 2 : dim, turned);
+      all_turned_dots((const char *)q, R, pairs ? dim / 2 : dim, turned, keys, pairs, scores);
+    } else {
+      for (; j + 4 <= keys; j += 4) all_dots((const char *)q, R, dim, pointers + j, pairs, 4, scores + j);
+      for (; j < keys; j++) all_dots((const char *)q, R, dim, pointers + j, pairs, 1, scores + j);
+    }
     const long padded = (keys + VL - 1) / VL * VL;
     for (long r = 0; r < R; r++) {
       float *s = scores + r * KB;
       const long line = item->first_row + r / group;
+      if (pairs)
+        for (j = 0; j < padded; j += VL) *(vfu *)(s + j) *= splat((float)a->scale);
       if (a->softcap > 0)
         for (j = 0; j < keys; j++) s[j] = (float)a->softcap * tanhf(s[j] / (float)a->softcap);
       for (j = keys; j < padded; j++) s[j] = -INFINITY;
@@ -562,11 +761,10 @@ static void attend_item(const Attention *a, const Item *item, float *partials) {
         vf x = *(const vfu *)(s + j);
         best = pick(x > best, x, best);
       }
-      float new_top = top[r];
-      for (int i = 0; i < VL; i++) new_top = best[i] > new_top ? best[i] : new_top;
+      const float here = largest_of(best), new_top = here > top[r] ? here : top[r];
       /* Without a visible key so far all weights are 0; -inf minus itself would be NaN. */
       const float base = new_top == -INFINITY ? 0 : new_top;
-      const float factor = top[r] == -INFINITY ? 0 : expf(top[r] - base);
+      const float factor = top[r] == -INFINITY ? 0 : top[r] == new_top ? 1 : expf(top[r] - base);
       vf total = {0};
       for (j = 0; j < padded; j += VL) {
         vf weight = exp_of(*(const vfu *)(s + j) - splat(base));
@@ -578,24 +776,38 @@ static void attend_item(const Attention *a, const Item *item, float *partials) {
       if (factor != 1.0f)
         for (long d = 0; d < value_dim; d += VL) *(vfu *)(acc + r * value_dim + d) *= splat(factor);
     }
+    places(a->v + item->kv_head * a->v_head * size, pages, low, keys, a->page_size, a->v_page, a->v_slot, half, pointers);
+    if (!half || !wide) {
+      mix_all(scores, R, pointers, (int)keys, acc, value_dim, half);
+      continue;
+    }
+    /* Many rows: taken apart once. */
     for (j = 0; j < keys; j++) {
-      const long key = low + j;
-      const long at = pages[key / a->page_size] * a->v_page + key % a->page_size * a->v_slot + item->kv_head * a->v_head;
-      pointers[j] = row_of(a->v, at, value_dim, half, wide + j * value_dim);
+      const uint16_t *value = (const uint16_t *)pointers[j];
+      float *wider = buffer + j * value_dim;
+      long d = 0;
+      for (; d + 2 * VL <= value_dim; d += 2 * VL) {
+        vu both = *(const vuu *)(value + d);
+        *(vfu *)(wider + d) = evens(both), *(vfu *)(wider + d + VL) = odds(both);
+      }
+      for (; d < value_dim; d += VL) *(vfu *)(wider + d) = widened(value + d);
+      pointers[j] = (const char *)wider;
     }
-    long d = 0;
-    for (; d + 4 * VL <= value_dim; d += 4 * VL) {
-      mix_rows(scores, R, pointers, (int)keys, acc + d, value_dim, 4);
-      for (j = 0; j < keys; j++) pointers[j] += 4 * VL;
-    }
-    for (; d < value_dim; d += VL) {
-      mix_rows(scores, R, pointers, (int)keys, acc + d, value_dim, 1);
-      for (j = 0; j < keys; j++) pointers[j] += VL;
-    }
+    mix_all(scores, R, pointers, (int)keys, acc, value_dim, 0);
   }
   if (item->num_chunks > 1) return;
   for (long r = 0; r < R; r++)
     finish(a, acc + r * value_dim, top[r], sum[r], start + item->first_row + r / group, item->kv_head * group + r % group);
+}
+
+static void attend_floats(const Attention *a, const Item *item, float *partials) { attend(a, item, partials, 0, 0, ROWS); }
+static void attend_halves(const Attention *a, const Item *item, float *partials) { attend(a, item, partials, 1, 0, ROWS); }
+static void attend_many_floats(const Attention *a, const Item *item) { attend(a, item, NULL, 0, 1, WIDE_ROWS); }
+static void attend_many_halves(const Attention *a, const Item *item) { attend(a, item, NULL, 1, 1, WIDE_ROWS); }
+
+static void attend_item(const Attention *a, const Item *item, float *partials) {
+  if (item->wide) (a->half ? attend_many_halves : attend_many_floats)(a, item);
+  else (a->half ? attend_halves : attend_floats)(a, item, partials);
 }
 
 /* Adds up the chunks of the rows whose first chunk is `item`, in order. */
@@ -621,58 +833,110 @@ static void merge_item(const Attention *a, const Item *item, const float *partia
   }
 }
 
+static void attend_items(const Attention *a, const Item *items, long num_items, float *partials) {
+#pragma omp for schedule(dynamic, 1)
+  for (long i = 0; i < num_items; i++) attend_item(a, items + i, partials);
+#pragma omp for schedule(static) nowait
+  for (long i = 0; i < num_items; i++)
+    if (items[i].num_chunks > 1 && items[i].chunk == 0) merge_item(a, items + i, partials);
+}
+
+/* Rows of an item, and chunks of its keys. */
+INLINE void cut(const Attention *a, long request, long row, long count, long *rows, long *chunks, long *keys) {
+  const long group = a->heads / a->kv_heads, wide = count > NARROW;
+  long begin, end;
+  *rows = least(most(1, (wide ? WIDE_ROWS : ROWS) / group), count - row);
+  reach_of(a, request, row, *rows, &begin, &end);
+  *chunks = end > begin && !wide ? (end - 1) / CHUNK - begin / CHUNK + 1 : 1;
+  *keys = most(0, end - begin);
+}
+
 /* 0, or 1 when memory ran out. */
 int specops_attention(const Attention *a, int threads) {
-  const long group = a->heads / a->kv_heads, block = most(1, ROWS / group);
-  long num_items = 0, partial = 0, work = 0, last_row = 0;
+  const long group = a->heads / a->kv_heads;
+  long num_items = 0, partial = 0, work = 0, last_row = 0, rows, chunks, keys, start, count;
   for (long b = 0; b < a->batch; b++) {
-    long start, count;
     rows_of(a, b, &start, &count);
     last_row = start + count;
-    for (long row = 0; row < count; row += block) {
-      long begin, end;
-      reach_of(a, b, row, least(block, count - row), &begin, &end);
-      num_items += a->kv_heads * (end > begin ? (end - 1) / CHUNK - begin / CHUNK + 1 : 1);
+    for (long row = 0; row < count; row += rows) {
+      cut(a, b, row, count, &rows, &chunks, &keys);
+      num_items += a->kv_heads * chunks;
     }
   }
-  Item *items = malloc(sizeof(Item) * most(1, num_items));
-  if (!items) return 1;
+  Item few[64], *items = few;
+  if (num_items > 64 && !(items = malloc(sizeof(Item) * num_items))) return 1;
   long n = 0;
   for (long b = 0; b < a->batch; b++) {
-    long start, count;
     rows_of(a, b, &start, &count);
-    for (long row = 0; row < count; row += block) {
-      const long rows = least(block, count - row);
-      long begin, end;
-      reach_of(a, b, row, rows, &begin, &end);
-      const long chunks = end > begin ? (end - 1) / CHUNK - begin / CHUNK + 1 : 1;
-      work += rows * a->heads * most(0, end - begin) * a->dim;
+    for (long row = 0; row < count; row += rows) {
+      cut(a, b, row, count, &rows, &chunks, &keys);
+      work += rows * a->heads * keys * (a->dim + a->value_dim);
       for (long h = 0; h < a->kv_heads; h++)
         for (long c = 0; c < chunks; c++) {
-          items[n++] = (Item){(int32_t)b, (int32_t)h, (int32_t)row, (int32_t)rows, (int32_t)c, (int32_t)chunks, partial};
+          items[n++] = (Item){(int32_t)b, (int32_t)h, (int32_t)row, (int32_t)rows, (int32_t)c, (int32_t)chunks, count > NARROW, partial};
           if (chunks > 1) partial += rows * group * (a->value_dim + 2);
         }
     }
   }
   float *partials = partial ? malloc(sizeof(float) * partial) : NULL;
   if (partial && !partials) {
-    free(items);
+    if (items != few) free(items);
     return 1;
   }
-#pragma omp parallel num_threads(team(work, threads))
-  {
-#pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < num_items; i++) attend_item(a, items + i, partials);
-#pragma omp for schedule(static) nowait
-    for (long i = 0; i < num_items; i++)
-      if (items[i].num_chunks > 1 && items[i].chunk == 0) merge_item(a, items + i, partials);
-  }
+  if (threads > 1 && work >= TEAM_WORK) {
+#pragma omp parallel num_threads(threads)
+    attend_items(a, items, num_items, partials);
+  } else
+    attend_items(a, items, num_items, partials);
   /* Rows behind the last request belong to nobody. */
   const long size = a->heads * a->value_dim * (a->half ? 2 : 4);
   if (last_row < a->rows) memset(a->out + last_row * size, 0, (a->rows - last_row) * size);
   free(partials);
-  free(items);
+  if (items != few) free(items);
   return 0;
+}
+
+/* Writing a cache ------------------------------------------------------------------------------------------------- */
+
+/* Field order as in native.py: what changes from call to call comes first. Strides are in bytes. */
+typedef struct {
+  const char *k, *v;
+  const void *slots;
+  int64_t slot_stride, wide_slots, rows, k_row, k_head, v_row, v_head;
+  char *k_cache, *v_cache;
+  int64_t k_page, k_slot, k_cache_head, v_page, v_slot, v_cache_head;
+  int64_t heads, k_size, v_size, page_size, pages;
+} Store;
+
+INLINE int64_t slot_of(const Store *s, long row) {
+  const long at = row * s->slot_stride;
+  return s->wide_slots ? ((const int64_t *)s->slots)[at] : ((const int32_t *)s->slots)[at];
+}
+
+INLINE void write_heads(char *to, const char *from, long heads, long size, long to_head, long from_head) {
+  if (to_head == size && from_head == size) memmove(to, from, heads * size);
+  else
+    for (long h = 0; h < heads; h++) memmove(to + h * to_head, from + h * from_head, size);
+}
+
+/* Keys and values of each row to its slot, bit for bit; negative slots are skipped. -1, or the first row whose slot is
+ * behind the cache: then nothing is written. */
+long specops_store(const Store *s, int threads) {
+  const int64_t end = s->pages * s->page_size;
+  for (long row = 0; row < s->rows; row++)
+    if (slot_of(s, row) >= end) return row;
+  const long bytes = s->rows * s->heads * (s->k_size + s->v_size);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && bytes >= 1 << 18)
+  for (long row = 0; row < s->rows; row++) {
+    const int64_t slot = slot_of(s, row);
+    if (slot < 0) continue;
+    const int64_t page = slot / s->page_size, offset = slot % s->page_size;
+    write_heads(s->k_cache + page * s->k_page + offset * s->k_slot, s->k + row * s->k_row, s->heads, s->k_size,
+                s->k_cache_head, s->k_head);
+    write_heads(s->v_cache + page * s->v_page + offset * s->v_slot, s->v + row * s->v_row, s->heads, s->v_size,
+                s->v_cache_head, s->v_head);
+  }
+  return -1;
 }
 
 /* Layers in a row ------------------------------------------------------------------------------------------------- */
@@ -767,4 +1031,4 @@ void specops_top_tokens(const void *logits, long R, long V, long k, int half, in
 }
 
 /* Changes whenever a signature or a struct above does. */
-int specops_native_version(void) { return 3; }
+int specops_native_version(void) { return 4; }

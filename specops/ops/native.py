@@ -34,7 +34,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.c")
 # Must be what specops_native_version() returns.
-VERSION = 3
+VERSION = 4
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 COMPILERS = ("gcc", "cc", "clang")
 COMPILE_SECONDS = 120
@@ -153,19 +153,39 @@ class Layer(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """Arguments of an attention call, as ``native.c`` reads them."""
+    """Arguments of an attention call, as ``native.c`` reads them: the call's, the step's and the layer's in this order."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "table", "seq_lens", "query_start", "sinks", "tree", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "out")),
+        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "rows")),
+        *((name, ctypes.c_void_p) for name in ("table", "seq_lens", "query_start")),
+        *((name, ctypes.c_int64) for name in ("table_row", "batch", "width", "max_pages")),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "sinks", "tree")),
         *(
             (name, ctypes.c_int64)
             for name in (
-                *("q_row", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head"),
-                *("table_row", "tree_row", "tree_width", "batch", "rows", "width", "heads", "kv_heads"),
-                *("dim", "value_dim", "page_size", "max_pages", "window", "half"),
+                *("tree_row", "tree_width", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head"),
+                *("heads", "kv_heads", "dim", "value_dim", "page_size", "window", "half"),
             )
         ),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
+    )
+
+
+class Store(ctypes.Structure):
+    """Arguments of a cache write, as ``native.c`` reads them: the call's, then the layer's."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k", "v", "slots")),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "wide_slots", "rows", "k_row", "k_head", "v_row", "v_head")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("k_page", "k_slot", "k_cache_head", "v_page", "v_slot", "v_cache_head"),
+                *("heads", "k_size", "v_size", "page_size", "pages"),
+            )
+        ),
     )
 
 
@@ -186,6 +206,7 @@ _SIGNATURES = {
     "specops_layer_in": (None, (_POINTER, _POINTER, _LONG, *[_POINTER] * 7, _LONG, _POINTER, _INT)),
     "specops_layer_out": (None, (*[_POINTER] * 4, _LONG, _POINTER, _INT)),
     "specops_attention": (_INT, (_POINTER, _INT)),
+    "specops_store": (_LONG, (_POINTER, _INT)),
     "specops_top_tokens": (None, (_POINTER, _LONG, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER, _INT)),
     "specops_stack": (_INT, (_POINTER, _LONG, *[_POINTER] * 6, _INT)),
 }

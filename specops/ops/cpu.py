@@ -28,7 +28,7 @@ from specops.ops.store_kv import as_bits
 BLOCK_SCORES = 1 << 18
 # Up to this many rows of a KV head, fused attention beats widening half-precision K and V to float32.
 FUSED_ROWS = 8
-# Wider query blocks are prompts, whose products are large enough for PyTorch's.
+# Query rows of a request up to which the compiled kernels give a row the result it has alone.
 NATIVE_ROWS = 64
 
 
@@ -50,7 +50,7 @@ def mha(
     plan: Tensor | None = None,
 ) -> Tensor:
     """Arguments and result as :func:`specops.ops.mha`; ``plan`` is not needed."""
-    if k_scale is None and is_native(q, k_cache, v_cache, layout, window, tree_mask):
+    if k_scale is None and is_native(q, k_cache, v_cache, layout, window, tree_mask, max_rows=None):
         return _native(q, k_cache, v_cache, page_table, seq_lens, layout, scale, window, softcap, sinks, tree_mask)
     if k_scale is not None:
         scale = scale * k_scale.item()
@@ -84,14 +84,25 @@ def mla(
 
 
 def is_native(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: QueryLayout, window: int | None, tree_mask: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    layout: QueryLayout,
+    window: int | None,
+    tree_mask: Tensor | None,
+    max_rows: int | None = NATIVE_ROWS,
 ) -> bool:
-    """Whether the compiled kernel takes a call. Its vectors are of 16 floats at most, so head dims are multiples of 16."""
+    """Whether the compiled kernel takes a call. Its vectors are of 16 floats at most, so head dims are multiples of 16.
+
+    Args:
+        max_rows: query rows of a request at most, for a caller that needs each row's result to be that of the row alone;
+            None takes any number.
+    """
     dim, value_dim = q.shape[2], v_cache.shape[3]
     return (
         q.dtype in native.DTYPES
         and k_cache.dtype == q.dtype
-        and layout.max_query_len <= NATIVE_ROWS
+        and (max_rows is None or layout.max_query_len <= max_rows)
         and dim % 16 == 0
         and value_dim % 16 == 0
         and max(dim, value_dim) <= native.MAX_DIM

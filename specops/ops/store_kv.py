@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specops.ops import contracts
+from specops.ops import contracts, native
 from specops.ops.capabilities import FP8
+from specops.ops.prepared import CacheWriter
 
 FP8_MAX = torch.finfo(FP8).max
 
@@ -207,6 +208,16 @@ def _store_kv_cpu(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
+    if k.shape[0] and native.library() is not None:
+        rows = [
+            as_bits(quantized(rows, cache.dtype, scale))
+            for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale))
+        ]
+        k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in rows)
+        k_bits, v_bits = as_bits(k_cache), as_bits(v_cache)
+        if k_bits.stride(3) == v_bits.stride(3) == 1:
+            CacheWriter(k_bits, v_bits)(k, v, slots)
+            return
     slots, k, v = _live(slots, k, v)
     _write_cpu(k_cache, k, slots, k_scale)
     _write_cpu(v_cache, v, slots, v_scale)

@@ -31,9 +31,11 @@ from specops.integrations.vllm import version_warning, vllm_version
 from specops.integrations.vllm.mapping import CACHE_DTYPES, cache_views, graph_safe, layout_of, refusals
 from specops.integrations.vllm.worker import COUNTS
 from specops.layout import QueryLayout
+from specops.ops import native
 from specops.ops.attention_checks import mha_op
 from specops.ops.backends import device_kind
 from specops.ops.capabilities import FLOATS, FP8
+from specops.ops.prepared import CacheReader, CacheWriter, Step, prepare_step
 
 _logger = init_logger("vllm.specops.backend")
 
@@ -117,12 +119,14 @@ class SpecopsMetadata:
         block_table: ``[B, max_pages]`` int32.
         seq_lens: ``[B]`` int32, keys including the new tokens.
         layout: how tokens belong to requests.
+        step: the same for the CPU's kernels; None elsewhere.
     """
 
     num_actual_tokens: int
     block_table: Tensor
     seq_lens: Tensor
     layout: QueryLayout
+    step: Step | None
 
 
 class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsMetadata]):  # type: ignore[misc]
@@ -148,11 +152,14 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsMetadata]):  # type
         common = common_attn_metadata
         if common.causal is not True:
             raise ValueError("specops' vLLM plug-in serves causal attention alone; choose another attention backend")
+        layout = layout_of(common.num_reqs, common.num_actual_tokens, common.max_query_len, common.query_start_loc)
+        table, lens = common.block_table_tensor, common.seq_lens
         return SpecopsMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            block_table=common.block_table_tensor,
-            seq_lens=common.seq_lens,
-            layout=layout_of(common.num_reqs, common.num_actual_tokens, common.max_query_len, common.query_start_loc),
+            block_table=table,
+            seq_lens=lens,
+            layout=layout,
+            step=prepare_step(table, lens, layout) if table.is_cpu else None,
         )
 
 
@@ -183,7 +190,11 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
         self.sinks = sinks
         # By layout: what mha would check and choose is the same in every step of an engine, so it is done in the first.
         self._ops: dict[str, Callable[..., Tensor]] = {}
-        self._views: tuple[Tensor, Tensor, Tensor] | None = None
+        self._cache: Tensor | None = None
+        self._views: tuple[Tensor, Tensor]
+        # Of this cache, where the CPU's kernels serve it; the reader by layout, once the ops have found it capable.
+        self._writer: CacheWriter | None = None
+        self._readers: dict[str, CacheReader] = {}
         config = get_current_vllm_config()
         self.backend = _options(config)
         given = (("window", sliding_window), ("softcap", self.softcap), ("sinks", sinks))
@@ -216,7 +227,11 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store the new keys and values ``[T, Hkv, D]``; tokens behind ``slot_mapping``'s end, and slots of -1, are not."""
         COUNTS["stored"] += 1
-        k_cache, v_cache = self._pages(kv_cache)
+        if kv_cache is not self._cache:
+            self._bind(kv_cache)
+        if self._writer is not None and self._writer(key, value, slot_mapping):
+            return
+        k_cache, v_cache = self._views
         k_scale, v_scale = self._scales(layer)
         count = slot_mapping.shape[0]
         if count < key.shape[0]:
@@ -244,25 +259,40 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
         if attn_metadata is None:
             return output.fill_(0)
         layout, count = attn_metadata.layout, attn_metadata.num_actual_tokens
-        COUNTS[layout.kind] += 1
-        k_cache, v_cache = self._pages(kv_cache)
+        kind = layout.kind
+        COUNTS[kind] += 1
+        if kv_cache is not self._cache:
+            self._bind(kv_cache)
+        reader = self._readers.get(kind)
+        if reader is not None and attn_metadata.step is not None and reader(query, output, attn_metadata.step, count):
+            return output
+        k_cache, v_cache = self._views
         k_scale, v_scale = self._scales(layer)
         rows, filled = (query, output) if count == query.shape[0] else (query[:count], output[:count])
         table, lens = attn_metadata.block_table, attn_metadata.seq_lens
         features = (self.window, self.softcap, self.sinks, None, k_scale, v_scale)
-        op = self._ops.get(layout.kind)
+        op = self._ops.get(kind)
         if op is None:
             op = mha_op(rows, k_cache, v_cache, table, lens, layout, *features, self.backend)
-            self._ops[layout.kind] = op
+            self._ops[kind] = op
+            if op is torch.ops.specops.cpu_mha.default and k_scale is None and self._is_native(rows, layout):
+                options = (self.num_heads, self.scale, self.window, self.softcap, self.sinks)
+                self._readers[kind] = CacheReader(k_cache, v_cache, *options)
         start, width = layout.query_start, layout.max_query_len
         filled.copy_(op(rows, k_cache, v_cache, table, lens, start, width, self.scale, *features))
         return output
 
-    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache's views, made once for a cache."""
-        if self._views is None or self._views[0] is not kv_cache:
-            self._views = (kv_cache, *cache_views(kv_cache, self.head_size, self.kv_cache_dtype))
-        return self._views[1], self._views[2]
+    def _bind(self, kv_cache: Tensor) -> None:
+        """Take ``kv_cache`` as the layer's: its views, and what the CPU's kernels keep of them."""
+        self._cache, self._views = kv_cache, cache_views(kv_cache, self.head_size, self.kv_cache_dtype)
+        self._ops, self._readers = {}, {}
+        plain = kv_cache.is_cpu and CACHE_DTYPES[self.kv_cache_dtype] is not FP8
+        self._writer = CacheWriter(*self._views) if plain and native.library() is not None else None
+
+    def _is_native(self, query: Tensor, layout: QueryLayout) -> bool:
+        from specops.ops.cpu import is_native
+
+        return is_native(query, *self._views, layout, self.window, None, max_rows=None)
 
     def _scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
         if CACHE_DTYPES[self.kv_cache_dtype] is not FP8:

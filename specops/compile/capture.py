@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,6 +53,17 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
     finally:
         if collects:
             gc.enable()
+
+
+def bound_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """``graph.replay`` without the Python around it, which would stand before every launch.
+
+    That Python is for a debugging aid of torch, and stays if the aid is on, or if the graph is another kind of object.
+    """
+    if type(graph) is not torch.cuda.CUDAGraph or getattr(graph, "_tracker", None) is not None:
+        return graph.replay
+    replay: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
+    return replay
 
 
 @functools.cache

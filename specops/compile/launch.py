@@ -34,6 +34,12 @@ class PreparedLaunch:
         num_threads, shared: threads of a program, and bytes of its shared memory.
         pointers: every pointer argument, in the kernel's order; a changing one is None and filled in by each call.
         numbers: integer arguments, which come behind the pointers.
+
+    Attributes:
+        fire: ``fire(addresses, stream) -> bool``: launches with the changing ``addresses``, in order, on a raw stream;
+            whether the driver took it.
+        changing: how many addresses change.
+        shape: grid, block and bytes of shared memory, seven numbers.
     """
 
     def __init__(
@@ -61,19 +67,38 @@ class PreparedLaunch:
             self._params[place] = start + 8 * slot
         for place in range(len(order), count):
             self._params[place] = start + 8 * place
-        self._write = struct.Struct(f"={len(changing)}Q").pack_into
-        self._launch: Callable[..., int] = driver.cuLaunchKernel
-        shape = map(ctypes.c_uint, (*grid, 1, num_threads, 1, 1, shared))
-        self._head = (ctypes.c_void_p(function), *shape)
-        self._streams: dict[int, ctypes.c_void_p] = {}
+        self.shape = (*grid, 1, num_threads, 1, 1, shared)
+        head = (ctypes.c_void_p(function), *map(ctypes.c_uint, self.shape))
+        self.function, self.changing, self._driver_launch = function, len(changing), driver.cuLaunchKernel
+        self.fire = _fire(driver.cuLaunchKernel, head, self._values, self._params, len(changing))
 
-    def __call__(self, addresses: Sequence[int], stream: int) -> bool:
-        """Launch with the changing ``addresses``, in order, on a raw stream; whether the driver took it."""
-        handle = self._streams.get(stream)
-        if handle is None:
-            handle = self._streams[stream] = ctypes.c_void_p(stream)
-        self._write(self._values, 0, *addresses)
-        return self._launch(*self._head, handle, self._params, None) == 0
+    def in_c(self) -> tuple[int, int, int, int]:
+        """Addresses for a launch from C: of the driver's function, the kernel, the arguments and the pointers to them.
+
+        The changing arguments lie in front, eight bytes each.
+
+        Raises:
+            TypeError: the driver is no library.
+        """
+        launch = ctypes.cast(self._driver_launch, ctypes.c_void_p).value or 0
+        return launch, self.function, ctypes.addressof(self._values), ctypes.addressof(self._params)
+
+
+def _fire(
+    launch: Callable[..., int], head: tuple[Any, ...], values: Any, params: Any, changing: int
+) -> Callable[[Sequence[int], int], bool]:
+    write = struct.Struct(f"={changing}Q").pack_into
+    # The driver's arguments by stream. Looked up as a closure's locals, which costs less than attributes.
+    arguments: dict[int, tuple[Any, ...]] = {}
+
+    def fire(addresses: Sequence[int], stream: int) -> bool:
+        given = arguments.get(stream)
+        if given is None:
+            given = arguments[stream] = (*head, ctypes.c_void_p(stream), params, None)
+        write(values, 0, *addresses)
+        return launch(*given) == 0
+
+    return fire
 
 
 def prepare(
@@ -136,6 +161,15 @@ def _parameter_sizes(driver: Any, function: int, most: int) -> list[int]:
 def aligned(addresses: Sequence[int]) -> bool:
     """Whether all addresses are multiples of 16: what Triton compiles a kernel for if those of its first launch are."""
     return not functools.reduce(operator.or_, addresses) & 15
+
+
+def device_functions() -> tuple[Callable[[], int], Callable[[int], int]]:
+    """Torch's functions behind :func:`raw_stream`: the current device's index, and the raw stream of a device.
+
+    Raises:
+        AttributeError: a torch without CUDA.
+    """
+    return torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
 
 def raw_stream(device_index: int) -> int | None:

@@ -59,7 +59,7 @@ class Staging:
         if launch is not None and all(map(_CONTIGUOUS, fields)):
             addresses = list(map(_ADDRESS, fields))
             stream = raw_stream(fields[0].get_device())
-            if stream is not None and aligned(addresses) and launch(addresses, stream):
+            if stream is not None and aligned(addresses) and launch.fire(addresses, stream):
                 return
         with torch.no_grad():
             self.copy_in(self.views, dict(zip(self.names, fields, strict=True)), self.num_requests, self.bucket)
@@ -87,7 +87,7 @@ class HandOver:
         if launch is not None:
             fresh = list(map(torch.empty_like, self.live))
             stream = raw_stream(fresh[0].get_device())
-            if stream is not None and launch(list(map(_ADDRESS, fresh)), stream):
+            if stream is not None and launch.fire(list(map(_ADDRESS, fresh)), stream):
                 return fresh
         return [output.clone() for output in self.live]
 
@@ -97,20 +97,24 @@ class Ready:
     """What a call with a known number of requests needs.
 
     Attributes:
+        num_requests: live rows.
         bucket: padded number of requests.
         views: static buffers of the bucket.
         entry: the bucket's line of the report.
         stage: fills the static buffers.
         replay: runs the captured graph; None when the compiled step is called instead.
         hand_over: hands over what the graph left.
+        prepared: the launch that stages a batch, where there is one and nothing else is to be done before a replay.
     """
 
+    num_requests: int
     bucket: int
     views: Mapping[str, Tensor]
     entry: BucketReport
     stage: Staging
     replay: Callable[[], None] | None = None
     hand_over: HandOver | None = None
+    prepared: PreparedLaunch | None = None
 
 
 def copy_of_outputs(outputs: Sequence[Tensor], bucket: int) -> FusedCopy | None:

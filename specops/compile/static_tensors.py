@@ -28,6 +28,9 @@ class StaticTensors:
       dtype or shape). A weak reference to each storage tells when it goes.
 
     No tensor is kept alive, so that a pool can be freed before its successor is made.
+
+    Attributes:
+        in_place: ``in_place() -> bool``: :meth:`moved` without the name, in one call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,24 +47,45 @@ class StaticTensors:
         self._holders, self._names = [holder for _, holder, _ in places], [name for *_, name in places]
         tensors = self._current()
         self._addresses = list(map(_ADDRESS, tensors))
-        self._at = _address_check(tensors, self._addresses)
+        self._places = list(range(len(tensors)))
+        self._at = _address_check(tensors, self._addresses, self._places)
         self._freed: list[Any] = []
         self._storages = [weakref.ref(tensor.untyped_storage(), self._freed.append) for tensor in tensors]
         self._forms = list(map(_form, tensors))
         if self._freed:
             # A torch that makes the Python side of a storage anew each time it is asked for: dtypes and shapes must tell.
             self._freed, self._storages, at = [], [], self._at
-            self._at = lambda current: at(current) and list(map(_form, current)) == self._forms
+            self._at = lambda current, *known: at(current, *known) and list(map(_form, current)) == self._forms
+        self.in_place = self._check()
 
     def moved(self) -> str | None:
         """Name of what is no longer where it was or was replaced; None if all is in place."""
-        try:
-            if not self._freed and self._children == self._copies and self._at(self._current()):
-                return None
-        except (KeyError, TypeError, RuntimeError):
-            # A name is gone, or holds no tensor with memory.
-            pass
-        return self._name_of_moved()
+        return None if self.in_place() else self._name_of_moved()
+
+    def lists(self) -> tuple[Any, ...]:
+        """What :meth:`moved` looks at, for those who look themselves.
+
+        ``freed, children, copies, holders, names, at, addresses, places``: all is in place if nothing was freed, the
+        children equal their copies, and ``at(tensors, addresses, places)`` holds for the tensors by those names in those
+        holders. A name that is gone raises KeyError, something without memory TypeError or RuntimeError.
+        """
+        return (
+            *(self._freed, self._children, self._copies, self._holders, self._names),
+            *(self._at, self._addresses, self._places),
+        )
+
+    def _check(self) -> Callable[[], bool]:
+        # Locals of a closure: looked up faster than attributes.
+        freed, children, copies, holders, names, at, addresses, places = self.lists()
+
+        def in_place() -> bool:
+            try:
+                return not freed and children == copies and at(list(map(getitem, holders, names)), addresses, places)
+            except (KeyError, TypeError, RuntimeError):
+                # A name is gone, or holds no tensor with memory.
+                return False
+
+        return in_place
 
     def _current(self) -> list[Tensor]:
         return list(map(getitem, self._holders, self._names))
@@ -83,18 +107,21 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
 
 
-def _address_check(tensors: list[Tensor], addresses: list[int]) -> Callable[[list[Tensor]], bool]:
-    """What tells whether tensors are at ``addresses``: torch's own check, which CUDA builds have, else ``map``."""
-    check = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    places = list(range(len(tensors)))
+# Whether those of ``tensors`` at ``places`` are at ``addresses``.
+_AddressCheck = Callable[[list[Tensor], list[int], list[int]], bool]
+
+
+def _address_check(tensors: list[Tensor], addresses: list[int], places: list[int]) -> _AddressCheck:
+    """torch's own check of addresses, which CUDA builds have, else ``map``."""
+    check: _AddressCheck | None = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
     if check is not None and tensors:
         # It is private to torch, so it must first show that it takes these arguments and sees a difference.
         try:
             if check(tensors, addresses, places) and not check(tensors, [*addresses[:-1], addresses[-1] + 1], places):
-                return lambda current: bool(check(current, addresses, places))
+                return check
         except (TypeError, RuntimeError):
             pass
-    return lambda current: list(map(_ADDRESS, current)) == addresses
+    return lambda tensors, addresses, places: list(map(_ADDRESS, tensors)) == addresses
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -30,11 +30,12 @@ from specops.batch import FieldTable, unpad
 from specops.compile import report
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
-from specops.compile.capture import capture_stream, captures, capturing
+from specops.compile.capture import bound_replay, capture_stream, captures, capturing
 from specops.compile.compiled import compiled, own_graph_trees
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.ready import CopyIn, HandOver, Ready, Staging, copy_of_outputs
+from specops.compile.short_way import ShortWay, native_way
 from specops.compile.static_tensors import StaticTensors, weak_reference
 from specops.ops.contracts import has_triton
 
@@ -133,6 +134,9 @@ class StepRunner:
         # Tensors outside of CUDA have the index -1, and no other accelerator lives beside CUDA.
         self._device_of: Callable[[Tensor], Any] = _DEVICE_INDEX if self.device.type == "cuda" else _DEVICE
         self._ready: dict[int, Ready] = {}
+        # By the length of the field that tells most of a batch: one of requests, which is not sometimes flat.
+        self._short: dict[int, ShortWay] = {}
+        self._lead = next((i for i, field in enumerate(table.fields) if field.extent == "request"), 0)
         self._copy_outputs: Any = None
         self._staged: int | None = None
         self._warm = False
@@ -207,6 +211,20 @@ class StepRunner:
 
         What stands before the replay is the host's time that a step waits for; it is kept to a few microseconds.
         """
+        try:
+            short = self._short.get(fields[self._lead].shape[0])
+        except (IndexError, AttributeError):
+            short = None
+        if short is not None:
+            ready = short.ready
+            if short.go(fields, unchanged and self._staged == ready.num_requests):
+                self._staged = ready.num_requests
+                ready.entry.replays += 1
+                return ready.hand_over(self.outputs == "view")  # type: ignore[misc]
+        return self._run_long(fields, unchanged)
+
+    def _run_long(self, fields: Sequence[Tensor], unchanged: bool) -> list[Tensor]:
+        """:meth:`run` by the way that every batch can go; shows the next of its form the short one, if it can go that."""
         # A batch of a form that was checked before need not be checked again.
         form = (*map(_SHAPE, fields), *map(_DTYPE, fields), *map(self._device_of, fields))
         num_requests = self._forms.get(form)
@@ -227,11 +245,13 @@ class StepRunner:
         moved = self._statics.moved()
         if moved is not None:
             self._re_record(moved)
-            return self.run(fields)
+            return self._run_long(fields, False)
         handle = self._planned(ready.views) if self._make_plan is not None else {}
         ready.entry.replays += 1
         if ready.replay is not None and ready.hand_over is not None:
             ready.replay()
+            if ready.prepared is not None:
+                self._shorten(fields, ready)
             return ready.hand_over(self.outputs == "view")
         with torch.no_grad():
             outputs = unpad(self._run_compiled({**ready.views, **handle}, ready.bucket), num_requests, ready.bucket)
@@ -265,13 +285,24 @@ class StepRunner:
             views, stage = self._bucket_views(bucket), self._stage
             launch = stage.prepare(views, num_requests, bucket) if hasattr(stage, "prepare") else None
             staging = Staging(self.table.names, views, num_requests, bucket, stage, launch)
-            ready = Ready(bucket, views, self._bucket_reports[bucket], staging)
+            ready = Ready(num_requests, bucket, views, self._bucket_reports[bucket], staging)
             captured = self._graphs.get(bucket)
             if captured is not None:
                 graph, outputs = captured
-                ready.replay, ready.hand_over = graph.replay, HandOver(outputs, num_requests, bucket, self._copy_outputs)
+                ready.replay = bound_replay(graph)
+                ready.hand_over = HandOver(outputs, num_requests, bucket, self._copy_outputs)
+                ready.prepared = launch if self._make_plan is None else None
             self._ready[num_requests] = ready
             return ready
+
+    def _shorten(self, fields: Sequence[Tensor], ready: Ready) -> None:
+        """The next batch of this form goes the short way."""
+        rows = fields[self._lead].shape[0]
+        if rows not in self._short and len(self._short) < KEPT_FORMS:
+            assert self._statics is not None
+            self._short[rows] = ShortWay(ready, self._statics, fields[0].get_device())
+        if rows in self._short and self._short[rows].ready is ready:
+            self._short[rows].learn(fields)
 
     def _run_compiled(self, views: Mapping[str, Tensor], bucket: int) -> list[Tensor]:
         before = report.compiled_graphs()
@@ -300,6 +331,7 @@ class StepRunner:
         self._losses.tell(f"{moved} has moved since capture; recording again")
         self._graphs.clear()
         self._ready.clear()
+        self._short.clear()
         self._plans.clear()
         self._compiled = None
         self._warm = False
@@ -367,7 +399,7 @@ class StepRunner:
         return None
 
     def _prime(self) -> None:
-        """Compile the kernels that stage batches and hand outputs over, so that no call has to."""
+        """Compile what stages batches and hands outputs over, so that no call has to."""
         self._staged = None
         if not self._uses_graphs:
             return
@@ -375,6 +407,7 @@ class StepRunner:
         captured = self._graphs.get(self.max_requests)
         if captured is not None and hasattr(self._stage, "prepare"):
             self._copy_outputs = copy_of_outputs(captured[1], self.max_requests)
+            native_way()
 
     def _call_compiled(self, views: Mapping[str, Tensor]) -> list[Tensor]:
         graphs = self._uses_graphs and self.mode == "reduce-overhead"

@@ -65,6 +65,17 @@ class FakeDriver:
         return 0
 
 
+def as_library(driver: FakeDriver) -> SimpleNamespace:
+    """The fake behind a C function, as a driver's library has it."""
+    unsigned, pointer, pointers = ctypes.c_uint, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+
+    def launch(function: int, *rest: Any) -> int:
+        return driver.cuLaunchKernel(pointer(function), *map(unsigned, rest[:7]), pointer(rest[7]), rest[8], rest[9] or None)
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[unsigned] * 7, pointer, pointers, pointer)
+    return SimpleNamespace(cuLaunchKernel=kind(launch), cuFuncGetParamInfo=driver.cuFuncGetParamInfo)
+
+
 class FakeGraph:
     """A captured graph: a replay runs the step on the bucket's static buffers and writes to fixed outputs."""
 

@@ -83,8 +83,8 @@ def test_the_driver_gets_grid_threads_stream_and_parameters_in_the_kernels_order
     prepared = prepare(kernel(num_warps=8, shared=1040), (9, 5), pointers, (3, 2**31 - 1))
     assert isinstance(prepared, PreparedLaunch)
     high = 2**47 + 16
-    assert prepared([high, 1, 2, 3], 0)
-    assert prepared([4, 5, 6, 7], 2**44)
+    assert prepared.fire([high, 1, 2, 3], 0)
+    assert prepared.fire([4, 5, 6, 7], 2**44)
     assert driver.shared == 1040
     filled = [[high, 1, 2, 3], [4, 5, 6, 7]]
     for (grid, threads, stream, values), expected, on in zip(driver.launches, filled, (0, 2**44), strict=True):

@@ -5,7 +5,6 @@ Run alone: pytest tests/compile/test_step_runner.py
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -168,51 +167,6 @@ def test_the_replay_comes_before_outputs_are_made(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runner._statics, "moved", lambda: (order.append("moved"), moved())[1])
     runner(batch)
     assert order == ["stage", "moved", "replay", "hand_over"]
-
-
-def test_python_functions_before_a_replay_are_few_whatever_the_number_of_fields_and_weights() -> None:
-    def calls(fields: int, layers: int) -> int:
-        class Wide(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)).requires_grad_(False)
-
-            def forward(self, **views: Tensor) -> tuple[Tensor]:
-                return (sum(views.values()),)
-
-        table = FieldTable(tuple(Field(f"f{i}", "request", (), torch.float32) for i in range(fields)), 1)
-        runner = StepRunner(Wide(), table, device="cpu", max_requests=2, mode="direct", compiler="eager")
-        runner.warm_up()
-        capture(runner)
-        batch = [torch.ones(2) for _ in range(fields)]
-        runner.run(batch)
-        # As a prepared launch does: without Python.
-        runner._ready[2].stage.launch = lambda addresses, stream: True  # type: ignore[assignment]
-        count, counts = 0, []
-
-        def replay() -> None:
-            counts.append(count)
-
-        runner._ready[2].replay = replay
-
-        def profile(frame: object, event: str, arg: object) -> None:
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(profile)
-        try:
-            runner.run(batch)
-        finally:
-            sys.setprofile(None)
-        return counts[0]
-
-    from specops.compile import ready
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ready, "raw_stream", lambda index: 0)
-        few = calls(2, 1)
-        assert calls(8, 60) == few
-        assert few <= 12
 
 
 def test_the_order_of_a_draft_extend_batchs_fields_is_the_tables() -> None:

@@ -22,12 +22,13 @@ import torch
 
 from specops.models import load_target, load_tokenizer
 from specops.models.eagle import EagleConfig, EagleHead
-from specops.models.eagle_checkpoint import save_head
+from specops.models.eagle_checkpoint import load_head, save_head
 from specops.training import data, evaluate
 from specops.training.bank import fill_bank, initialize
 from specops.training.chat import chat_prompt, chat_script
 from specops.training.dense import DenseTarget
 from specops.training.generate import Generator
+from specops.training.questions import questions
 from specops.training.train import Trainer, TrainSettings
 
 # Held-out prompts, written by hand and never shown to the head in training.
@@ -98,7 +99,14 @@ def write_data(args: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     gpu = torch.device(args.device).type == "cuda"
     target, common = DenseTarget.of(model), {"length": args.length, "compile": gpu and args.compile, "graphs": gpu}
     generator = Generator(target, chat_script(tokenizer), batch=args.batch, temperature=args.temperature, **common)
-    options: dict[str, Any] = {"seed": args.seed, "vocab_size": model.config.vocab_size, "log": log}
+    asked = round(args.batch * args.asked)
+
+    def prompts(seed: int) -> list[list[int]]:
+        drawn = (chat_prompt(tokenizer, question) for question in questions(asked + asked // 4, seed))
+        # A row is to hold more of an answer than of its question.
+        return [prompt for prompt in drawn if len(prompt) <= args.length // 2][:asked]
+
+    options: dict[str, Any] = {"seed": args.seed, "vocab_size": model.config.vocab_size, "prompts": prompts, "log": log}
     shards = args.work / "data"
     data.write_shards(generator, shards, count=args.held_out_shards, held_out=True, **options)
     data.write_shards(generator, shards, count=args.shards, seconds=args.seconds, **options)
@@ -132,7 +140,11 @@ def train(args: argparse.Namespace, model: Any) -> None:
         torch.cuda.synchronize()
     took = time.perf_counter() - begun
     log(f"hidden states of {ids.numel() / 1e6:.1f}M tokens in {took:.1f} s ({ids.numel() / took / 1e3:.0f}k tokens/s)")
-    initialize(head, bank, args.seed)
+    if args.init:
+        copy_weights(load_head(args.init, model), head)
+        log(f"starting from {args.init}")
+    else:
+        initialize(head, bank, args.seed)
     settings = TrainSettings(
         steps=args.steps,
         seconds=args.seconds,
@@ -188,8 +200,6 @@ def train(args: argparse.Namespace, model: Any) -> None:
 
 
 def measure(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
-    from specops.models.eagle_checkpoint import load_head
-
     folder = args.work / "head"
     head = load_head(folder, model)
     card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
@@ -220,12 +230,30 @@ def new_head(args: argparse.Namespace, model: Any, kept: torch.Tensor) -> EagleH
     options: dict[str, Any] = {"intermediate_size": args.intermediate} if args.intermediate else {}
     if args.aux_layers:
         options["aux_layers"] = tuple(args.aux_layers)
+    format = args.format
+    if args.init:
+        given = load_head(args.init, model).config
+        format = given.format
+        options = {
+            "intermediate_size": given.intermediate_size,
+            **({"aux_layers": given.aux_layers} if given.aux_layers else {}),
+        }
     config = EagleConfig.for_target(
-        model.config, format=args.format, draft_vocab_size=kept.shape[0], name=args.target_name, **options
+        model.config, format=format, draft_vocab_size=kept.shape[0], name=args.target_name, **options
     )
     d2t = data.d2t_of(kept) if config.reduced_vocab else None
     head = EagleHead(config, model.embed_tokens, model.lm_head.weight, d2t=d2t)
     return head.to(args.device)
+
+
+@torch.no_grad()
+def copy_weights(source: EagleHead, head: EagleHead) -> None:
+    """Start from another head's weights; its draft vocabulary may differ, since that only picks rows of the LM head."""
+    given = dict(source.named_parameters())
+    for name, weight in head.named_parameters():
+        if name not in given or given[name].shape != weight.shape:
+            raise SystemExit(f"--init: its weight {name} does not fit the head to be trained")
+        weight.copy_(given[name])
 
 
 def log(line: str) -> None:
@@ -252,12 +280,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     group("--shards", type=int, help="shards to write at most")
     group("--held-out-shards", type=int, default=1)
     group("--prompts", type=int, default=len(PROMPTS), help="hand-written prompts to answer")
+    group("--asked", type=float, default=0.5, help="share of conversations that begin with a composed question")
     group("--temperature", type=float, default=1.0, help="of the user turns")
     group = parser.add_argument_group("training").add_argument
     group("--format", choices=("eagle", "eagle3"), default="eagle")
     group("--aux-layers", type=int, nargs="+", help="eagle3: residual streams to read, by how many layers have run")
     group("--intermediate", type=int, help="inner width of the head's MLP; the target's if not given")
     group("--draft-vocab", type=int, default=8192)
+    group("--init", type=Path, help="a head of the same shape to start from, instead of random weights")
     group("--train-shards", type=int, help="shards to train on; all if not given")
     group("--steps", type=int, help="optimiser steps at most")
     group("--batch-tokens", type=int)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,9 +30,12 @@ def write_shards(
     vocab_size: int,
     held_out: bool = False,
     seconds: float | None = None,
+    prompts: Callable[[int], Sequence[Sequence[int]]] | None = None,
     log: Callable[[str], None] = print,
 ) -> int:
     """Write shards until there are ``count``, or until another one would not fit into ``seconds``.
+
+    ``prompts`` gives the prompts of a shard, from the shard's seed (:meth:`Generator.conversations`).
 
     Returns:
         The number of shards of this kind now in ``directory``.
@@ -48,7 +51,8 @@ def write_shards(
             log(f"{kind}: time is up after {elapsed:.0f} s, {number} of {count} shards")
             return number
         begun = time.perf_counter()
-        ids, greedy = generator.conversations(seed + _SEED_STRIDE * (-number - 1 if held_out else number + 1))
+        own_seed = seed + _SEED_STRIDE * (-number - 1 if held_out else number + 1)
+        ids, greedy = generator.conversations(own_seed, prompts(own_seed) if prompts is not None else ())
         save_shard(path, ids, greedy, vocab_size)
         took = time.perf_counter() - begun
         # The first shard holds the compile time; do not plan with it.

@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specops.layout import QueryLayout
 from specops.models.config import ModelConfig
 from specops.models.eagle import EagleHead
 from specops.models.llama import Attention, CausalLM
 from specops.models.rotary import Rope, rotate
+from specops.ops import mha
 
 
 class DenseLayer(NamedTuple):
@@ -193,7 +195,7 @@ def decode_layer(
         cos, sin: ``[1, D / 2]`` of that position.
         index: ``[1]`` int64.
         prefix: keys to read, more than ``index``; a constant of the compiled code.
-        attend: :func:`attend_matmul` or :func:`attend_fused`.
+        attend: :func:`attend_matmul`, :func:`attend_fused` or :func:`attend_paged`.
     """
     batch, num_kv_heads, head_dim = x.shape[0], keys.shape[1], keys.shape[3]
     heads = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias).view(batch, -1, head_dim)
@@ -220,6 +222,16 @@ def attend_fused(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tenso
     """The same in one kernel where torch has one."""
     mask = seen.expand(q.shape[0], q.shape[1], q.shape[2], -1)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def attend_paged(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """The same by the backend that decodes: each row's keys are one page of a cache."""
+    batch = q.shape[0]
+    page_table = torch.arange(batch, device=q.device, dtype=torch.int32)[:, None]
+    seq_lens = seen.sum(dtype=torch.int32).expand(batch).contiguous()
+    flat = q.reshape(batch, -1, q.shape[3])
+    layout, caches = QueryLayout.uniform(1), (keys.transpose(1, 2), values.transpose(1, 2))
+    return mha(flat, *caches, page_table, seq_lens, layout=layout).view_as(q)
 
 
 class UnrolledHead:

@@ -23,6 +23,7 @@ from specops.training.dense import (
     DenseTarget,
     attend_fused,
     attend_matmul,
+    attend_paged,
     decode_layer,
     full_precision_logits,
     rms_norm,
@@ -30,6 +31,8 @@ from specops.training.dense import (
 
 # Prefix lengths a step is captured for: reading a little too much of the cache is cheaper than one graph a position.
 PREFIX_BUCKET = 128
+# Piece tables are so wide, or a multiple.
+TABLE_WIDTH = 64
 
 
 class Generator:
@@ -84,20 +87,28 @@ class Generator:
         self._graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if graphs else None
         self._attend = self._faster_attention() if graphs else attend_matmul
 
-    def conversations(self, seed: int) -> tuple[Tensor, Tensor]:
+    def conversations(self, seed: int, prompts: Sequence[Sequence[int]] = ()) -> tuple[Tensor, Tensor]:
         """Write one batch of conversations.
+
+        Args:
+            seed: of what is drawn.
+            prompts: complete first turns (:func:`specops.training.chat.chat_prompt`), at most ``batch``; so many rows begin
+                with an answer to one of them, the others with a user turn of the target's own.
 
         Returns:
             ids: ``[batch, length]`` int64.
             greedy: ``[batch, length]`` bool, True for tokens of greedy answers.
         """
+        self._refuse_long(prompts)
         script, picker = self.script, torch.Generator().manual_seed(seed)
         openers = script.openers
         first = [(*script.opening, *opener) for opener in openers]
         later = [(*script.to_user, *opener) for opener in openers]
         drawn = torch.randint(len(openers), (2, self.batch), generator=picker)
-        self._set_table([script.to_answer, *first, *later])
-        return self._write(seed, drawn[0] + 1, drawn[1] + 1 + len(openers), answering=False)
+        begins, asked = drawn[0] + 1, len(prompts)
+        begins[:asked] = 1 + 2 * len(openers) + torch.arange(asked)
+        self._set_table([script.to_answer, *first, *later, *prompts])
+        return self._write(seed, begins, drawn[1] + 1 + len(openers), torch.arange(self.batch) < asked)
 
     def answers(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Answer given prompts (at most ``batch``), greedily.
@@ -106,21 +117,26 @@ class Generator:
             ids: ``[len(prompts), length]`` int64; the prompt, the answer, then whatever follows.
             greedy: ``[len(prompts), length]`` bool, True for the tokens of the first answer, its stop token included.
         """
-        if len(prompts) > self.batch:
-            raise ValueError(f"{len(prompts)} prompts for a batch of {self.batch}; make the batch larger")
-        if max(map(len, prompts)) >= self.length:
-            raise ValueError(f"a prompt has {max(map(len, prompts))} tokens; rows hold {self.length}")
+        self._refuse_long(prompts)
         self._set_table([self.script.to_answer, self.script.to_user, *prompts])
         rows = torch.arange(self.batch).clamp(max=len(prompts) - 1)
-        ids, greedy = self._write(0, rows + 2, torch.ones_like(rows), answering=True)
+        ids, greedy = self._write(0, rows + 2, torch.ones_like(rows), torch.ones_like(rows))
         ids, greedy = ids[: len(prompts)], greedy[: len(prompts)]
         stopped = torch.isin(ids, self.stop) & greedy
         ended_before = stopped.cumsum(dim=1) - stopped.long()
         return ids, greedy & (ended_before == 0)
 
+    def _refuse_long(self, prompts: Sequence[Sequence[int]]) -> None:
+        if len(prompts) > self.batch:
+            raise ValueError(f"{len(prompts)} prompts for a batch of {self.batch}; make the batch larger")
+        longest = max(map(len, prompts), default=0)
+        if longest >= self.length:
+            raise ValueError(f"a prompt has {longest} tokens; rows hold {self.length}")
+
     def _pad(self, pieces: Sequence[Sequence[int]]) -> Tensor:
-        """``[R, F + 1]`` int64 table of pieces, -1 behind their end; the last column is always -1."""
-        width = max(map(len, pieces)) + 1
+        """``[R, F]`` int64 table of pieces, -1 behind their end; the last column is always -1."""
+        # Few widths, so that tables of one number of pieces have one shape and graphs are kept.
+        width = max(map(len, pieces)) // TABLE_WIDTH * TABLE_WIDTH + TABLE_WIDTH
         rows = [[*piece, *[-1] * (width - len(piece))] for piece in pieces]
         return torch.tensor(rows, dtype=torch.int64, device=self.index.device)
 
@@ -134,7 +150,7 @@ class Generator:
             if self._graphs is not None:
                 self._graphs = {}
 
-    def _write(self, seed: int, first: Tensor, later: Tensor, *, answering: bool) -> tuple[Tensor, Tensor]:
+    def _write(self, seed: int, first: Tensor, later: Tensor, answering: Tensor) -> tuple[Tensor, Tensor]:
         torch.manual_seed(seed)
         if self._graphs is not None:
             # Capturing runs steps, and the state of an earlier call may name pieces that this table lacks.
@@ -151,14 +167,14 @@ class Generator:
                 self._graphs[self._prefix(position)].replay()
         return self.tokens.clone(), self.greedy.clone()
 
-    def _reset(self, first: Tensor, later: Tensor, answering: bool) -> None:
+    def _reset(self, first: Tensor, later: Tensor, answering: Tensor) -> None:
         self.index.zero_()
         self.greedy.zero_()
         # Rows of the state: piece being copied, place in it, whether an answer is due, tokens of this turn, next opening.
         self.state.zero_()
         self.state[0].copy_(first)
         self.state[1].fill_(1)
-        self.state[2].fill_(int(answering))
+        self.state[2].copy_(answering)
         self.state[4].copy_(later)
         self.tokens[:, 0] = self.table[self.state[0], 0]
 
@@ -166,12 +182,12 @@ class Generator:
         return min(self.length, (position // PREFIX_BUCKET + 1) * PREFIX_BUCKET)
 
     def _faster_attention(self) -> Callable[..., Tensor]:
-        """Which of the two is faster depends on the kernels torch picks for such flat matrices; ask the clock."""
+        """Which is fastest depends on the shapes, and on the kernels torch picks for such flat matrices; ask the clock."""
         keys, values = self.keys[0], self.values[0]
         q = keys.new_zeros((self.batch, keys.shape[1], self.target.num_heads // keys.shape[1], keys.shape[3]))
         seen = torch.ones((self.length,), dtype=torch.bool, device=q.device)
         times: dict[Callable[..., Tensor], float] = {}
-        for attend in (attend_matmul, attend_fused):
+        for attend in (attend_matmul, attend_fused, attend_paged):
             begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for repeat in range(13):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from specops.models.eagle import EagleHead
 from specops.training.bank import Bank, target_chances
 from specops.training.dense import UnrolledHead
+from specops.training.distill_loss import distill_loss
 
 
 @dataclass(frozen=True)
@@ -98,24 +99,21 @@ def unrolled_loss(
     counts = []
     for step in range(unroll):
         state = chain.step(ids[:, 1 + step : 1 + step + rows], state)
-        z = head.compute_logits(state).float()
-        p = chances[:, 1 + step : 1 + step + rows].float()
+        z = head.compute_logits(state)
+        p = chances[:, 1 + step : 1 + step + rows]
         label = draft_ids[ids[:, 2 + step : 2 + step + rows]]
-        known = label >= 0
         counted = counted & greedy[:, 2 + step : 2 + step + rows]
-        log_sum = z.logsumexp(dim=-1)
-        soft = p.sum(dim=-1) * log_sum - (p * z).sum(dim=-1)
-        hard = (log_sum - z.gather(-1, label.clamp(min=0)[..., None]).squeeze(-1)) * known
-        each = (1 - hard_weight) * soft + hard_weight * hard
+        weight = counted * (decay**step / counted.sum().clamp(min=1))
+        part, right = distill_loss(z.flatten(0, 1), p.flatten(0, 1), label.flatten(), weight.flatten(), hard_weight)
+        loss = loss + part
         if hidden_weight > 0:
             normed = state if head.norm is None else head.norm(state)
             wanted = hidden[:, 1 + step : 1 + step + rows].float()
-            each = each + hidden_weight * F.smooth_l1_loss(normed.float(), wanted, reduction="none").mean(dim=-1)
-        share = counted.sum().clamp(min=1)
-        loss = loss + decay**step * torch.where(counted, each, 0.0).sum() / share
+            apart = F.smooth_l1_loss(normed.float(), wanted, reduction="none").mean(dim=-1)
+            loss = loss + hidden_weight * torch.where(counted, apart * weight, 0.0).sum()
         with torch.no_grad():
             before = alive & counted
-            alive = before & (z.argmax(dim=-1) == label)
+            alive = before & right.view_as(before)
             counts.append(torch.stack((alive.sum(), before.sum())).float())
     return loss, torch.stack(counts)
 

@@ -21,7 +21,7 @@ from specops.models.llama import CausalLM
 from specops.training import data, evaluate
 from specops.training.bank import fill_bank, initialize, target_chances
 from specops.training.chat import ChatScript
-from specops.training.dense import DenseTarget, UnrolledHead, attend_fused, attend_matmul, prefill
+from specops.training.dense import DenseTarget, UnrolledHead, attend_fused, attend_matmul, attend_paged, prefill
 from specops.training.generate import Generator
 from specops.training.train import Trainer, TrainSettings, unrolled_loss
 
@@ -114,12 +114,12 @@ def test_unrolled_head_equals_paged_drafting(format: str) -> None:
             torch.testing.assert_close(carried, dense[step][:, row], atol=2e-5, rtol=1e-5)
 
 
-def test_both_decode_attentions_are_the_formula() -> None:
+def test_every_decode_attention_is_the_formula() -> None:
     q, keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
     seen = torch.arange(9) <= 5
     scores = torch.einsum("bhgd,bhpd->bhgp", q.double(), keys[:, :, :6].double()) / 8**0.5
     wanted = torch.einsum("bhgp,bhpd->bhgd", scores.softmax(-1), values[:, :, :6].double())
-    for attend in (attend_matmul, attend_fused):
+    for attend in (attend_matmul, attend_fused, attend_paged):
         torch.testing.assert_close(attend(q, keys, values, seen).double(), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -165,6 +165,29 @@ def test_conversations_follow_the_script_and_answers_are_greedy() -> None:
     assert ended.any()
     assert not ended.all()
     assert 0.3 < greedy.float().mean().item() < 0.95
+
+
+def test_conversations_may_begin_with_prompts() -> None:
+    target = make_target()
+    prompts = [(*SCRIPT.opening, 20, 21, SCRIPT.end_of_turn, *SCRIPT.to_answer), (*SCRIPT.opening, 22, 2, *SCRIPT.to_answer)]
+    generator = Generator(DenseTarget.of(target), SCRIPT, batch=6, length=LENGTH, max_user_tokens=6)
+    ids, greedy = generator.conversations(5, prompts)
+    for row, prompt in enumerate(prompts):
+        assert tuple(ids[row, : len(prompt)].tolist()) == prompt
+        assert not greedy[row, : len(prompt)].any()
+        best = target.compute_logits(paged_target(target, ids[row : row + 1])).argmax(dim=-1)
+        answer = [bool(g) for g in greedy[row, len(prompt) :]]
+        length = answer.index(False) if False in answer else len(answer)
+        assert length > 0
+        assert ids[row, len(prompt) : len(prompt) + length].tolist() == best[len(prompt) - 1 :][:length].tolist()
+        if length < len(answer):
+            # After an answer that ended comes a user turn like any other.
+            behind = ids[row, len(prompt) + length :].tolist()
+            assert tuple(behind[: len(SCRIPT.to_user)]) == SCRIPT.to_user[: len(behind)]
+    for row in range(len(prompts), 6):
+        check_conversation(target, ids[row], greedy[row])
+    with pytest.raises(ValueError, match="7 prompts for a batch of 6"):
+        generator.conversations(5, [(1,)] * 7)
 
 
 def test_conversations_depend_on_the_seed_alone() -> None:

@@ -31,11 +31,6 @@
 #define WIDE_ROWS 128 /* as ROWS, of a request with more rows */
 #define MAX_DIM 256
 #define TEAM_WORK (1 << 17) /* multiplications of attention from which a team pays */
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define PAIRS 1 /* one instruction adds products of pairs of bfloat16 */
-#else
-#define PAIRS 0
-#endif
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
@@ -71,12 +66,9 @@ INLINE float sum_of(vf v) {
   return v[0];
 }
 
-/* Sums of up to 16 vectors, each in the order of sum_of: out[i] of acc[i]. */
-INLINE void sums(const vf *acc, int count, float *out) {
 #if defined(__AVX512F__)
-  __m512 fold[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) fold[i] = i < count ? (__m512)acc[i] : _mm512_setzero_ps();
+/* Sums of 16 vectors: of fold[i] in lane 4 (i % 4) + i / 4. */
+INLINE __m512 folded(__m512 *fold) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     __m512 a = fold[2 * i], b = fold[2 * i + 1];
@@ -92,8 +84,18 @@ INLINE void sums(const vf *acc, int count, float *out) {
     __m512 a = fold[2 * i], b = fold[2 * i + 1];
     fold[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
   }
+  return _mm512_add_ps(_mm512_shuffle_ps(fold[0], fold[1], 0x88), _mm512_shuffle_ps(fold[0], fold[1], 0xdd));
+}
+#endif
+
+/* Sums of up to 16 vectors, each in the order of sum_of: out[i] of acc[i]. */
+INLINE void sums(const vf *acc, int count, float *out) {
+#if defined(__AVX512F__)
+  __m512 fold[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) fold[i] = i < count ? (__m512)acc[i] : _mm512_setzero_ps();
   float mixed[16];
-  _mm512_storeu_ps(mixed, _mm512_add_ps(_mm512_shuffle_ps(fold[0], fold[1], 0x88), _mm512_shuffle_ps(fold[0], fold[1], 0xdd)));
+  _mm512_storeu_ps(mixed, folded(fold));
 #pragma GCC unroll 16
   for (int i = 0; i < count; i++) out[i] = mixed[4 * (i % 4) + i / 4];
 #else
@@ -107,9 +109,15 @@ INLINE vf splat(float value) { return value - (vf){0}; }
 
 /* exp to about 2 ulp; 0 below -87, NaN for NaN. */
 INLINE vf exp_of(vf x) {
+  const vf shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
+#if defined(__AVX512F__)
+  const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+  vf z = (vf)_mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x); /* the second where one is NaN */
+#else
   vi tiny = x < splat(-87.0f);
   vf z = pick(x > splat(88.0f), splat(88.0f), pick(tiny, splat(-87.0f), x));
-  vf n = (z * splat(1.44269504f) + splat(12582912.0f)) - splat(12582912.0f);
+#endif
+  vf n = (z * splat(1.44269504f) + shift) - shift;
   vf r = z - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
   vf p = splat(1.9875691500e-4f);
   p = p * r + splat(1.3981999507e-3f);
@@ -118,8 +126,12 @@ INLINE vf exp_of(vf x) {
   p = p * r + splat(1.6666665459e-1f);
   p = p * r + splat(5.0000001201e-1f);
   p = p * r * r + r + splat(1.0f);
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_scalef_ps(there, (__m512)p, (__m512)n);
+#else
   vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
   return pick(tiny, (vf){0}, p * (vf)exponent);
+#endif
 }
 
 /* Products ------------------------------------------------------------------------------------------------------- */
@@ -438,6 +450,15 @@ INLINE vu narrowed(vf value) { /* as narrow(), in the upper halves */
   return (rounded & plain) | (0x7fc00000u & ~plain);
 }
 
+/* The larger of two, b where a is NaN. */
+INLINE vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return pick(a > b, a, b);
+#endif
+}
+
 INLINE float largest_of(vf v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
@@ -448,67 +469,78 @@ INLINE float largest_of(vf v) {
 #endif
 }
 
-/* Scores of up to TM query rows with up to 4 keys; with pairs both are half, and not yet scaled. */
-INLINE void dots(const char *q, long dim, const char *const *keys, int pairs, int mb, int nb, float *scores) {
+/* Scores of up to TM query rows with up to 4 keys. Rows are floats; for half keys they are spread(). */
+INLINE void dots(const float *q, long dim, const char *const *keys, int half, int mb, int nb, float *scores) {
   vf acc[16];
-  float out[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < mb * nb; i++) acc[i] = (vf){0};
-#if PAIRS
-  if (pairs) {
-    for (long d = 0; d < dim; d += 32) {
-      const __mmask32 there = dim - d >= 32 ? 0xffffffffu : 0xffffu;
-      __m512i kv[4];
+  for (int i = 0; i < 16; i++) acc[i] = (vf){0};
+  long d = 0;
+  if (half)
+    for (; d + 2 * VL <= dim; d += 2 * VL) {
+      vu both[4];
 #pragma GCC unroll 4
-      for (int n = 0; n < nb; n++) kv[n] = _mm512_maskz_loadu_epi16(there, keys[n] + 2 * d);
-#pragma GCC unroll 4
-      for (int m = 0; m < mb; m++) {
-        __m512i qv = _mm512_maskz_loadu_epi16(there, q + 2 * (m * dim + d));
-#pragma GCC unroll 4
-        for (int n = 0; n < nb; n++)
-          acc[m * nb + n] = (vf)_mm512_dpbf16_ps((__m512)acc[m * nb + n], (__m512bh)qv, (__m512bh)kv[n]);
-      }
-    }
-  } else
-#endif
-    for (long d = 0; d < dim; d += VL) {
-      vf kv[4];
-#pragma GCC unroll 4
-      for (int n = 0; n < nb; n++) kv[n] = *(const vfu *)((const float *)keys[n] + d);
+      for (int n = 0; n < nb; n++) both[n] = *(const vuu *)((const uint16_t *)keys[n] + d);
 #pragma GCC unroll 4
       for (int m = 0; m < mb; m++) {
-        vf qv = *(const vfu *)((const float *)q + m * dim + d);
+        vf even = *(const vfu *)(q + m * dim + d), odd = *(const vfu *)(q + m * dim + d + VL);
 #pragma GCC unroll 4
-        for (int n = 0; n < nb; n++) acc[m * nb + n] += qv * kv[n];
+        for (int n = 0; n < nb; n++) {
+          acc[n * 4 + m] += even * evens(both[n]);
+          acc[n * 4 + m] += odd * odds(both[n]);
+        }
       }
     }
-  sums(acc, mb * nb, out);
+  for (; d < dim; d += VL) {
+    vf kv[4];
+#pragma GCC unroll 4
+    for (int n = 0; n < nb; n++)
+      if (half) kv[n] = widened((const uint16_t *)keys[n] + d);
+      else kv[n] = *(const vfu *)((const float *)keys[n] + d);
+#pragma GCC unroll 4
+    for (int m = 0; m < mb; m++) {
+      vf qv = *(const vfu *)(q + m * dim + d);
+#pragma GCC unroll 4
+      for (int n = 0; n < nb; n++) acc[n * 4 + m] += qv * kv[n];
+    }
+  }
+#if defined(__AVX512F__)
+  __m512 fold[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) fold[i] = (__m512)acc[i];
+  const __m512 all = folded(fold); /* row m's four in the m-th quarter */
+  __m128 rows[4] = {_mm512_castps512_ps128(all), _mm512_extractf32x4_ps(all, 1), _mm512_extractf32x4_ps(all, 2),
+                    _mm512_extractf32x4_ps(all, 3)};
+#pragma GCC unroll 4
+  for (int m = 0; m < mb; m++)
+    if (nb == 4) _mm_storeu_ps(scores + m * KB, rows[m]);
+    else scores[m * KB] = _mm_cvtss_f32(rows[m]);
+#else
 #pragma GCC unroll 4
   for (int m = 0; m < mb; m++)
 #pragma GCC unroll 4
-    for (int n = 0; n < nb; n++) scores[m * KB + n] = out[m * nb + n];
-}
-
-INLINE void all_dots(const char *q, long R, long dim, const char *const *keys, int pairs, int nb, float *scores) {
-  const long size = dim * (pairs ? 2 : 4);
-  long r = 0;
-  for (; r + TM <= R; r += TM) dots(q + r * size, dim, keys, pairs, TM, nb, scores + r * KB);
-#if TM > 2
-  if (R - r == 3) dots(q + r * size, dim, keys, pairs, 3, nb, scores + r * KB);
-  if (R - r == 2) dots(q + r * size, dim, keys, pairs, 2, nb, scores + r * KB);
+    for (int n = 0; n < nb; n++) scores[m * KB + n] = sum_of(acc[n * 4 + m]);
 #endif
-  if (R - r == 1) dots(q + r * size, dim, keys, pairs, 1, nb, scores + r * KB);
 }
 
-/* Keys of a block, turned: unit d of key j goes to turned[d * KB + j]. A unit is a float, or a pair of halves. */
-INLINE void turn(const char *const *keys, long count, long units, uint32_t *turned) {
+INLINE void all_dots(const float *q, long R, long dim, const char *const *keys, int half, int nb, float *scores) {
+  long r = 0;
+  for (; r + TM <= R; r += TM) dots(q + r * dim, dim, keys, half, TM, nb, scores + r * KB);
+#if TM > 2
+  if (R - r == 3) dots(q + r * dim, dim, keys, half, 3, nb, scores + r * KB);
+  if (R - r == 2) dots(q + r * dim, dim, keys, half, 2, nb, scores + r * KB);
+#endif
+  if (R - r == 1) dots(q + r * dim, dim, keys, half, 1, nb, scores + r * KB);
+}
+
+/* Keys of a block, turned: element d of key j goes to turned[d * KB + j]. */
+INLINE void turn(const char *const *keys, long count, long dim, float *turned) {
   long j = 0;
 #if defined(__AVX512F__)
   for (; j + 16 <= count; j += 16)
-    for (long d = 0; d + 16 <= units; d += 16) {
+    for (long d = 0; d < dim; d += 16) {
       __m512i a[16], b[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(keys[j + i] + 4 * d);
+      for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512((const float *)keys[j + i] + d);
 #pragma GCC unroll 8
       for (int i = 0; i < 16; i += 2) {
         b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
@@ -536,51 +568,36 @@ INLINE void turn(const char *const *keys, long count, long units, uint32_t *turn
         _mm512_storeu_si512(turned + (d + i + 12) * KB + j, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
       }
     }
-  if (units % 16) j = 0; /* units behind the last 16, of all keys */
-  const long from = units / 16 * 16, whole = count / 16 * 16;
-#else
-  const long from = 0, whole = 0;
 #endif
   for (; j < count; j++)
-    for (long d = j < whole ? from : 0; d < units; d++) memcpy(turned + d * KB + j, keys[j] + 4 * d, 4);
+    for (long d = 0; d < dim; d++) turned[d * KB + j] = ((const float *)keys[j])[d];
 }
 
-/* Scores of mb query rows with nb vectors of turned keys. */
-INLINE void turned_dots(const char *q, long units, const uint32_t *turned, int pairs, int mb, int nb, float *scores) {
+/* Scores of mb query rows with 4 vectors of turned keys. */
+INLINE void turned_dots(const float *q, long dim, const float *turned, int mb, float *scores) {
   vf acc[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < mb * nb; i++) acc[i] = (vf){0};
-  for (long d = 0; d < units; d++) {
+  for (int i = 0; i < mb * 4; i++) acc[i] = (vf){0};
+  for (long d = 0; d < dim; d++) {
     vf kv[4];
 #pragma GCC unroll 4
-    for (int n = 0; n < nb; n++) kv[n] = *(const vfu *)(turned + d * KB + n * VL);
+    for (int n = 0; n < 4; n++) kv[n] = *(const vfu *)(turned + d * KB + n * VL);
 #pragma GCC unroll 4
     for (int m = 0; m < mb; m++) {
-#if PAIRS
-      if (pairs) {
-        int32_t pair;
-        memcpy(&pair, q + 4 * (m * units + d), 4);
-        const __m512bh qv = (__m512bh)_mm512_set1_epi32(pair);
+      const float qv = q[m * dim + d];
 #pragma GCC unroll 4
-        for (int n = 0; n < nb; n++)
-          acc[m * nb + n] = (vf)_mm512_dpbf16_ps((__m512)acc[m * nb + n], qv, (__m512bh)kv[n]);
-        continue;
-      }
-#endif
-      const float qv = ((const float *)q)[m * units + d];
-#pragma GCC unroll 4
-      for (int n = 0; n < nb; n++) acc[m * nb + n] += kv[n] * qv;
+      for (int n = 0; n < 4; n++) acc[m * 4 + n] += kv[n] * qv;
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < mb * nb; i++) *(vfu *)(scores + i / nb * KB + i % nb * VL) = acc[i];
+  for (int i = 0; i < mb * 4; i++) *(vfu *)(scores + i / 4 * KB + i % 4 * VL) = acc[i];
 }
 
-INLINE void all_turned_dots(const char *q, long R, long units, const uint32_t *turned, long keys, int pairs, float *scores) {
+INLINE void all_turned_dots(const float *q, long R, long dim, const float *turned, long keys, float *scores) {
   for (long j = 0; j < keys; j += 4 * VL) {
     long r = 0;
-    for (; r + TM <= R; r += TM) turned_dots(q + r * units * 4, units, turned + j, pairs, TM, 4, scores + r * KB + j);
-    for (; r < R; r++) turned_dots(q + r * units * 4, units, turned + j, pairs, 1, 4, scores + r * KB + j);
+    for (; r + TM <= R; r += TM) turned_dots(q + r * dim, dim, turned + j, TM, scores + r * KB + j);
+    for (; r < R; r++) turned_dots(q + r * dim, dim, turned + j, 1, scores + r * KB + j);
   }
 }
 
@@ -689,112 +706,122 @@ INLINE void finish(const Attention *a, const float *acc, float top, float sum, l
   for (; d < dim; d++) out[d] = narrow(acc[d] * scale);
 }
 
+/* A half row as floats, in the order of accumulators. */
+INLINE void take_apart(const char *half_row, long dim, float *row) {
+  const uint16_t *from = (const uint16_t *)half_row;
+  long d = 0;
+  for (; d + 2 * VL <= dim; d += 2 * VL) {
+    vu both = *(const vuu *)(from + d);
+    *(vfu *)(row + d) = evens(both), *(vfu *)(row + d + VL) = odds(both);
+  }
+  for (; d < dim; d += VL) *(vfu *)(row + d) = widened(from + d);
+}
+
+INLINE void fetch(const char *row, long bytes) {
+  for (long i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+}
+
 /* max_rows: query rows times heads of an item, at most. */
 INLINE void attend(const Attention *a, const Item *item, float *partials, int half, int wide, int max_rows) {
   const long dim = a->dim, value_dim = a->value_dim, group = a->heads / a->kv_heads, request = item->request;
-  const long R = item->num_rows * group;
-  const int pairs = half && PAIRS;
+  const long R = item->num_rows * group, size = half ? 2 : 4;
   long begin, end, start, count;
-  float q[max_rows * MAX_DIM], local[max_rows * (MAX_DIM + 2)], scores[max_rows * KB], buffer[KB * MAX_DIM];
-  uint32_t turned[wide ? KB * MAX_DIM : 1];
-  const char *pointers[KB];
+  float q[max_rows * MAX_DIM], local[max_rows * (MAX_DIM + 2)], scores[max_rows * KB];
+  float buffer[wide ? KB * MAX_DIM : 1], turned[wide ? KB * MAX_DIM : 1];
+  vf sums_of_rows[max_rows];
+  const char *keys[KB], *values[KB], *next[KB];
   rows_of(a, request, &start, &count);
   reach_of(a, request, item->first_row, item->num_rows, &begin, &end);
   const long position = a->seq_lens[request] - count + item->first_row, prefix = a->seq_lens[request] - a->tree_width;
+  const int32_t *pages = a->table + request * a->table_row;
+  const char *all_keys = a->k + item->kv_head * a->k_head * size, *all_values = a->v + item->kv_head * a->v_head * size;
+  const long chunk = (begin / CHUNK + item->chunk) * CHUNK;
+  const long from = wide ? begin : most(begin, chunk), to = wide ? end : least(end, chunk + CHUNK);
+  long ahead_of = least(to, from / KB * KB + KB) - from;
+  if (ahead_of > 0) places(all_keys, pages, from, ahead_of, a->page_size, a->k_page, a->k_slot, half, next);
   float *acc = item->num_chunks > 1 ? partials + item->partial : local;
   float *top = acc + R * value_dim, *sum = top + R;
   for (long r = 0; r < R; r++) {
     const long row = start + item->first_row + r / group, head = item->kv_head * group + r % group;
-    const long at = row * a->q_row + head * a->q_head;
-    if (pairs) memcpy((uint16_t *)q + r * dim, (const uint16_t *)a->q + at, 2 * dim);
-    else if (half)
-      for (long d = 0; d < dim; d++) q[r * dim + d] = widen(((const uint16_t *)a->q)[at + d]) * (float)a->scale;
-    else
-      for (long d = 0; d < dim; d += VL) *(vfu *)(q + r * dim + d) = *(const vfu *)((const float *)a->q + at + d) * (float)a->scale;
+    const char *query = a->q + (row * a->q_row + head * a->q_head) * size;
+    if (half) take_apart(query, dim, q + r * dim);
+    const float *floats = half ? q + r * dim : (const float *)query;
+    for (long d = 0; d < dim; d += VL) *(vfu *)(q + r * dim + d) = *(const vfu *)(floats + d) * splat((float)a->scale);
     top[r] = -INFINITY;
-    sum[r] = 0;
+    sums_of_rows[r] = (vf){0};
   }
   memset(acc, 0, sizeof(float) * R * value_dim);
-  const int32_t *pages = a->table + request * a->table_row;
-  const long chunk = begin / CHUNK + item->chunk;
-  const long from = wide ? begin / KB * KB : chunk * CHUNK, to = wide ? end : least(end, (chunk + 1) * CHUNK);
-  const long size = half ? 2 : 4;
-  for (long block = from; block < to; block += KB) {
-    const long low = most(block, begin), keys = least(end, block + KB) - low;
-    if (keys <= 0) continue;
-    places(a->k + item->kv_head * a->k_head * size, pages, low, keys, a->page_size, a->k_page, a->k_slot, half, pointers);
-    if (half && !pairs)
-      for (long j = 0; j < keys; j++) {
-        float *wider = buffer + j * dim;
-        for (long d = 0; d < dim; d += VL) *(vfu *)(wider + d) = widened((const uint16_t *)pointers[j] + d);
-        pointers[j] = (const char *)wider;
-      }
+  for (long low = from; low < to;) {
+    const long num = ahead_of, after = low + num;
+    memcpy(keys, next, sizeof(char *) * num);
+    places(all_values, pages, low, num, a->page_size, a->v_page, a->v_slot, half, values);
+    ahead_of = least(to, after + KB) - after;
+    if (ahead_of > 0) places(all_keys, pages, after, ahead_of, a->page_size, a->k_page, a->k_slot, half, next);
     long j = 0;
     if (wide) {
-      turn(pointers, keys, pairs ? dim / 2 : dim, turned);
-      all_turned_dots((const char *)q, R, pairs ? dim / 2 : dim, turned, keys, pairs, scores);
+      for (j = 0; half && j < num; j++) {
+        take_apart(keys[j], dim, buffer + j * dim);
+        keys[j] = (const char *)(buffer + j * dim);
+      }
+      turn(keys, num, dim, turned);
+      all_turned_dots(q, R, dim, turned, num, scores);
     } else {
-      for (; j + 4 <= keys; j += 4) all_dots((const char *)q, R, dim, pointers + j, pairs, 4, scores + j);
-      for (; j < keys; j++) all_dots((const char *)q, R, dim, pointers + j, pairs, 1, scores + j);
+      for (; j + 4 <= num; j += 4) {
+        for (int i = 0; i < 4; i++) {
+          fetch(values[j + i], value_dim * size);
+          if (j + i < ahead_of) fetch(next[j + i], dim * size);
+        }
+        all_dots(q, R, dim, keys + j, half, 4, scores + j);
+      }
+      for (; j < num; j++) all_dots(q, R, dim, keys + j, half, 1, scores + j);
     }
-    const long padded = (keys + VL - 1) / VL * VL;
     for (long r = 0; r < R; r++) {
       float *s = scores + r * KB;
       const long line = item->first_row + r / group;
-      if (pairs)
-        for (j = 0; j < padded; j += VL) *(vfu *)(s + j) *= splat((float)a->scale);
       if (a->softcap > 0)
-        for (j = 0; j < keys; j++) s[j] = (float)a->softcap * tanhf(s[j] / (float)a->softcap);
-      for (j = keys; j < padded; j++) s[j] = -INFINITY;
+        for (j = 0; j < num; j++) s[j] = (float)a->softcap * tanhf(s[j] / (float)a->softcap);
+      long seen = num;
       if (a->tree) {
         const uint8_t *bits = a->tree + (start + line) * a->tree_row;
-        for (j = most(0, prefix - low); j < keys; j++)
+        for (j = most(0, prefix - low); j < num; j++)
           if (!bits[low + j - prefix]) s[j] = -INFINITY;
       } else {
         const long own = position + r / group;
-        for (j = most(0, own + 1 - low); j < keys; j++) s[j] = -INFINITY;
+        seen = most(0, least(num, own + 1 - low));
         if (a->window)
-          for (j = 0; j < least(keys, own - a->window + 1 - low); j++) s[j] = -INFINITY;
+          for (j = 0; j < least(num, own - a->window + 1 - low); j++) s[j] = -INFINITY;
       }
+      for (j = seen; j < KB; j++) s[j] = -INFINITY;
       vf best = splat(-INFINITY);
-      for (j = 0; j < padded; j += VL) {
-        vf x = *(const vfu *)(s + j);
-        best = pick(x > best, x, best);
-      }
+#pragma GCC unroll 16
+      for (j = 0; j < KB; j += VL) best = larger(*(const vfu *)(s + j), best);
       const float here = largest_of(best), new_top = here > top[r] ? here : top[r];
       /* Without a visible key so far all weights are 0; -inf minus itself would be NaN. */
       const float base = new_top == -INFINITY ? 0 : new_top;
-      const float factor = top[r] == -INFINITY ? 0 : top[r] == new_top ? 1 : expf(top[r] - base);
       vf total = {0};
-      for (j = 0; j < padded; j += VL) {
+#pragma GCC unroll 16
+      for (j = 0; j < KB; j += VL) {
         vf weight = exp_of(*(const vfu *)(s + j) - splat(base));
         *(vfu *)(s + j) = weight;
         total += weight;
       }
-      sum[r] = sum[r] * factor + sum_of(total);
-      top[r] = new_top;
-      if (factor != 1.0f)
-        for (long d = 0; d < value_dim; d += VL) *(vfu *)(acc + r * value_dim + d) *= splat(factor);
-    }
-    places(a->v + item->kv_head * a->v_head * size, pages, low, keys, a->page_size, a->v_page, a->v_slot, half, pointers);
-    if (!half || !wide) {
-      mix_all(scores, R, pointers, (int)keys, acc, value_dim, half);
-      continue;
-    }
-    /* Many rows: taken apart once. */
-    for (j = 0; j < keys; j++) {
-      const uint16_t *value = (const uint16_t *)pointers[j];
-      float *wider = buffer + j * value_dim;
-      long d = 0;
-      for (; d + 2 * VL <= value_dim; d += 2 * VL) {
-        vu both = *(const vuu *)(value + d);
-        *(vfu *)(wider + d) = evens(both), *(vfu *)(wider + d + VL) = odds(both);
+      if (top[r] != new_top) {
+        const vf factor = exp_of(splat(top[r] - base));
+        sums_of_rows[r] *= factor;
+        for (long d = 0; d < value_dim; d += VL) *(vfu *)(acc + r * value_dim + d) *= factor;
+        top[r] = new_top;
       }
-      for (; d < value_dim; d += VL) *(vfu *)(wider + d) = widened(value + d);
-      pointers[j] = (const char *)wider;
+      sums_of_rows[r] += total;
     }
-    mix_all(scores, R, pointers, (int)keys, acc, value_dim, 0);
+    if (half && wide)
+      for (j = 0; j < num; j++) {
+        take_apart(values[j], value_dim, buffer + j * value_dim);
+        values[j] = (const char *)(buffer + j * value_dim);
+      }
+    mix_all(scores, R, values, (int)num, acc, value_dim, half && !wide);
+    low = after;
   }
+  for (long r = 0; r < R; r++) sum[r] = sum_of(sums_of_rows[r]);
   if (item->num_chunks > 1) return;
   for (long r = 0; r < R; r++)
     finish(a, acc + r * value_dim, top[r], sum[r], start + item->first_row + r / group, item->kv_head * group + r % group);

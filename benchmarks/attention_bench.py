@@ -106,7 +106,7 @@ def _measure_row(
     inputs = common.make_inputs(row, mla=mla)
     reference = _reference(inputs, mla)
 
-    def our_calls() -> list[Callable[[], Tensor]]:
+    def our_calls(backend: str = backend) -> list[Callable[[], Tensor]]:
         return [lambda table=table: ours(inputs, table, backend) for table in inputs.page_tables]
 
     result: dict[str, Any] = {
@@ -125,6 +125,7 @@ def _measure_row(
         torch.cuda.empty_cache()
     # Once more at the end: the difference is the noise of the run.
     result["ours_again"] = _measure(our_calls, inputs, reference, mla)
+    result["auto"] = _measure(lambda: our_calls("auto"), inputs, reference, mla)
     return result
 
 
@@ -132,10 +133,13 @@ def _measure(
     make_calls: Callable[[], list[Callable[[], Tensor]]], inputs: Inputs, reference: Tensor, mla: bool
 ) -> dict[str, Any]:
     try:
+        peer_kernels.take_plan_us()
         calls = make_calls()
+        plan_us = peer_kernels.take_plan_us()
         out = calls[0]()
         error = common.error_against(reference, out, inputs.row)
-        return {"us": common.graph_us(calls), "error": error}
+        planned = {} if plan_us is None else {"plan_us": plan_us}
+        return {"us": common.graph_us(calls), "error": error, **planned}
     except peer_kernels.Skip as skip:
         return {"reason": str(skip)}
     except Exception as failure:
@@ -156,6 +160,10 @@ def _summarise(result: dict[str, Any], copy: float, read: float, rate: float) ->
     if us is None:
         return
     result["ratio"] = None if best is None else us / times[best]
+    # What a step pays for a backend: its kernel, and its host plan where it makes one.
+    steps = {name: us_ + result["peers"][name].get("plan_us", 0.0) for name, us_ in times.items()}
+    if "us" in result["auto"]:
+        result["auto_ratio"] = result["auto"]["us"] / min(us, result["ours_again"].get("us", us), *steps.values())
     result["of_copy_bandwidth"] = result["kv_bytes"] / us * 1e6 / copy
     result["of_read_bandwidth"] = result["kv_bytes"] / us * 1e6 / read
     result["of_matrix_rate"] = result["operations"] / us * 1e6 / rate
@@ -178,7 +186,8 @@ def table(report: dict[str, Any], names: list[str], mla: bool) -> list[str]:
         if "reason" in result["ours"]:
             reasons.setdefault(("ours", result["ours"]["reason"]), []).append(result["row"])
     lines += [f"no {name} ({', '.join(rows)}): {reason}" for (name, reason), rows in reasons.items()]
-    head = f"{'row':16} {'us':>8} {'again':>8} {'ratio':>6} {'to':5} {'copy':>5} {'read':>5} "
+    lines.append("auto: over the best single backend, host plans included; plan us: " + _plans(report["rows"]))
+    head = f"{'row':16} {'us':>8} {'again':>8} {'auto':>5} {'ratio':>6} {'to':5} {'copy':>5} {'read':>5} "
     lines.append(head + f"{'matrix ' if mla else ''}{'error':>8} " + " ".join(f"{name:>8}" for name in names))
     for result in report["rows"]:
         ours = result["ours"]
@@ -186,13 +195,24 @@ def table(report: dict[str, Any], names: list[str], mla: bool) -> list[str]:
             lines.append(f"{result['row']:16} failed")
             continue
         again, ratio = result["ours_again"].get("us", float("nan")), result["ratio"]
-        line = f"{result['row']:16} {ours['us']:8.1f} {again:8.1f} {ratio if ratio is not None else float('nan'):6.3f} "
+        line = f"{result['row']:16} {ours['us']:8.1f} {again:8.1f} {result.get('auto_ratio', float('nan')):5.2f} "
+        line += f"{ratio if ratio is not None else float('nan'):6.3f} "
         line += f"{result['best_peer'] or '-':5} {result['of_copy_bandwidth']:5.2f} {result['of_read_bandwidth']:5.2f} "
         line += f"{result['of_matrix_rate']:6.2f} " if mla else ""
         line += f"{ours['error']:8.1e} "
         peers = [result["peers"].get(name, {}) for name in names]
         lines.append(line + " ".join(f"{peer['us']:8.1f}" if "us" in peer else f"{'-':>8}" for peer in peers))
     return lines
+
+
+def _plans(rows: list[dict[str, Any]]) -> str:
+    """The range of each peer's host plan."""
+    times: dict[str, list[float]] = {}
+    for result in rows:
+        for name, peer in result["peers"].items():
+            if "plan_us" in peer:
+                times.setdefault(name, []).append(peer["plan_us"])
+    return ", ".join(f"{name} {min(each):.0f} to {max(each):.0f}" for name, each in times.items()) or "none"
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,26 @@ Call = Callable[[], Tensor]
 MLA_SCALE = 192**-0.5
 LATENT = 512
 FLASHINFER_WORKSPACE = 256 << 20
+# Host time of the plans made since it was last taken, in us.
+_plan_times: list[float] = []
 
 
 class Skip(Exception):
     """Why a peer has no number in a row."""
+
+
+def take_plan_us() -> float | None:
+    """The shortest host time of a plan since the last call; None if none was made. A step with such a backend pays it."""
+    best = min(_plan_times, default=None)
+    _plan_times.clear()
+    return best
+
+
+def _planned(plan: Callable[..., Any], *given: Any, **options: Any) -> None:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    plan(*given, **options)
+    _plan_times.append(1e6 * (time.perf_counter() - began))
 
 
 def flashinfer_mha(inputs: Inputs, *, backend: str) -> list[Call]:
@@ -36,7 +53,8 @@ def flashinfer_mha(inputs: Inputs, *, backend: str) -> list[Call]:
     for table in inputs.page_tables:
         wrapper = prefill.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
         start, pages, indices, last = _page_lists(row, table)
-        wrapper.plan(
+        _planned(
+            wrapper.plan,
             start,
             pages,
             indices,
@@ -67,7 +85,8 @@ def flashinfer_mla(inputs: Inputs, *, backend: str) -> list[Call]:
         lens = torch.tensor(row.lens, dtype=torch.int32, device="cuda")
         kinds = (inputs.q.dtype, inputs.q.dtype)
         rope_dim = row.head_dim - LATENT
-        wrapper.plan(start, pages, indices, lens, row.num_heads, LATENT, rope_dim, row.page_size, True, MLA_SCALE, *kinds)
+        sizes = (row.num_heads, LATENT, rope_dim, row.page_size)
+        _planned(wrapper.plan, start, pages, indices, lens, *sizes, True, MLA_SCALE, *kinds)
         calls.append(functools.partial(wrapper.run, q_latent, q_rope, cache[..., :LATENT], cache[..., LATENT:]))
     return calls
 

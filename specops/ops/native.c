@@ -145,6 +145,9 @@ INLINE void spread(float *row, long K) {
   }
 }
 
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long most(long a, long b) { return a > b ? a : b; }
+
 /* Where a product goes: out[m, n] = sum + bias[n] + residual[m, n], in float32 or the weights' dtype. */
 typedef struct {
   void *out;
@@ -573,31 +576,52 @@ INLINE void turn(const char *const *keys, long count, long dim, float *turned) {
     for (long d = 0; d < dim; d++) turned[d * KB + j] = ((const float *)keys[j])[d];
 }
 
-/* Scores of mb query rows with 4 vectors of turned keys. */
-INLINE void turned_dots(const float *q, long dim, const float *turned, int mb, float *scores) {
+/* How much of a block the query rows of an item see: row r, of line r / group, its first line + r / group keys. */
+typedef struct {
+  long first, group, keys;
+} Sight;
+
+INLINE int seen_by(const Sight *sight, long r) {
+  long seen = sight->first + r / sight->group;
+  return (int)(seen < 0 ? 0 : seen < sight->keys ? seen : sight->keys);
+}
+
+/* Scores of mb query rows with nb vectors of turned keys. */
+INLINE void turned_dots(const float *q, long dim, const float *turned, int mb, int nb, float *scores) {
   vf acc[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < mb * 4; i++) acc[i] = (vf){0};
+  for (int i = 0; i < mb * nb; i++) acc[i] = (vf){0};
   for (long d = 0; d < dim; d++) {
     vf kv[4];
 #pragma GCC unroll 4
-    for (int n = 0; n < 4; n++) kv[n] = *(const vfu *)(turned + d * KB + n * VL);
+    for (int n = 0; n < nb; n++) kv[n] = *(const vfu *)(turned + d * KB + n * VL);
 #pragma GCC unroll 4
     for (int m = 0; m < mb; m++) {
       const float qv = q[m * dim + d];
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; n++) acc[m * 4 + n] += kv[n] * qv;
+      for (int n = 0; n < nb; n++) acc[m * nb + n] += kv[n] * qv;
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < mb * 4; i++) *(vfu *)(scores + i / 4 * KB + i % 4 * VL) = acc[i];
+  for (int i = 0; i < mb * nb; i++) *(vfu *)(scores + i / nb * KB + i % nb * VL) = acc[i];
 }
 
-INLINE void all_turned_dots(const float *q, long R, long dim, const float *turned, long keys, float *scores) {
-  for (long j = 0; j < keys; j += 4 * VL) {
-    long r = 0;
-    for (; r + TM <= R; r += TM) turned_dots(q + r * dim, dim, turned + j, TM, scores + r * KB + j);
-    for (; r < R; r++) turned_dots(q + r * dim, dim, turned + j, 1, scores + r * KB + j);
+INLINE void all_turned_dots(const float *q, long R, long dim, const float *turned, const Sight *sight, float *scores) {
+  for (long r = 0; r < R; r += TM) {
+    const int whole = R - r >= TM, seen = seen_by(sight, least(R, r + TM) - 1);
+    for (long m = r; m < least(R, r + TM); m += whole ? TM : 1) {
+      int j = 0;
+      for (; j + 3 * VL < seen; j += 4 * VL)
+        if (whole) turned_dots(q + m * dim, dim, turned + j, TM, 4, scores + m * KB + j);
+        else turned_dots(q + m * dim, dim, turned + j, 1, 4, scores + m * KB + j);
+      for (; j + VL < seen; j += 2 * VL)
+        if (whole) turned_dots(q + m * dim, dim, turned + j, TM, 2, scores + m * KB + j);
+        else turned_dots(q + m * dim, dim, turned + j, 1, 2, scores + m * KB + j);
+      if (j < seen) {
+        if (whole) turned_dots(q + m * dim, dim, turned + j, TM, 1, scores + m * KB + j);
+        else turned_dots(q + m * dim, dim, turned + j, 1, 1, scores + m * KB + j);
+      }
+    }
   }
 }
 
@@ -629,26 +653,28 @@ INLINE void mix(const float *weights, const char *const *values, long at, int ke
   for (int i = 0; i < mb * nb; i++) *(vfu *)(acc + i / nb * dim + i % nb * VL) = sum[i];
 }
 
-INLINE void mix_rows(const float *weights, long R, const char *const *values, long at, int keys, float *acc, long dim,
+INLINE void mix_rows(const float *weights, long R, const char *const *values, long at, const Sight *sight, float *acc, long dim,
                      int split, int nb) {
-  long r = 0;
-  for (; r + TM <= R; r += TM) mix(weights + r * KB, values, at, keys, acc + r * dim, dim, split, TM, nb);
+  for (long r = 0; r < R; r += TM) {
+    const int keys = seen_by(sight, least(R, r + TM) - 1);
+    const float *w = weights + r * KB;
+    float *to = acc + r * dim;
+    if (R - r >= TM) mix(w, values, at, keys, to, dim, split, TM, nb);
 #if TM > 2
-  if (R - r == 3) mix(weights + r * KB, values, at, keys, acc + r * dim, dim, split, 3, nb);
-  if (R - r == 2) mix(weights + r * KB, values, at, keys, acc + r * dim, dim, split, 2, nb);
+    else if (R - r == 3) mix(w, values, at, keys, to, dim, split, 3, nb);
+    else if (R - r == 2) mix(w, values, at, keys, to, dim, split, 2, nb);
 #endif
-  if (R - r == 1) mix(weights + r * KB, values, at, keys, acc + r * dim, dim, split, 1, nb);
+    else mix(w, values, at, keys, to, dim, split, 1, nb);
+  }
 }
 
-INLINE void mix_all(const float *weights, long R, const char *const *values, int keys, float *acc, long dim, int split) {
+INLINE void mix_all(const float *weights, long R, const char *const *values, const Sight *sight, float *acc, long dim,
+                    int split) {
   long d = 0;
-  for (; d + 4 * VL <= dim; d += 4 * VL) mix_rows(weights, R, values, d, keys, acc + d, dim, split, 4);
-  for (; d + 2 * VL <= dim; d += 2 * VL) mix_rows(weights, R, values, d, keys, acc + d, dim, split, 2);
-  for (; d < dim; d += VL) mix_rows(weights, R, values, d, keys, acc + d, dim, split, 1);
+  for (; d + 4 * VL <= dim; d += 4 * VL) mix_rows(weights, R, values, d, sight, acc + d, dim, split, 4);
+  for (; d + 2 * VL <= dim; d += 2 * VL) mix_rows(weights, R, values, d, sight, acc + d, dim, split, 2);
+  for (; d < dim; d += VL) mix_rows(weights, R, values, d, sight, acc + d, dim, split, 1);
 }
-
-INLINE long least(long a, long b) { return a < b ? a : b; }
-INLINE long most(long a, long b) { return a > b ? a : b; }
 
 /* Where keys low to low + count of a request lie. */
 INLINE void places(const char *cache, const int32_t *pages, long low, long count, long page_size, long page_stride,
@@ -757,6 +783,8 @@ INLINE void attend(const Attention *a, const Item *item, float *partials, int ha
     places(all_values, pages, low, num, a->page_size, a->v_page, a->v_slot, half, values);
     ahead_of = least(to, after + KB) - after;
     if (ahead_of > 0) places(all_keys, pages, after, ahead_of, a->page_size, a->k_page, a->k_slot, half, next);
+    const Sight sight = {a->tree ? num : position + 1 - low, group, num};
+    const long padded = (num + VL - 1) / VL * VL;
     long j = 0;
     if (wide) {
       for (j = 0; half && j < num; j++) {
@@ -764,7 +792,7 @@ INLINE void attend(const Attention *a, const Item *item, float *partials, int ha
         keys[j] = (const char *)(buffer + j * dim);
       }
       turn(keys, num, dim, turned);
-      all_turned_dots(q, R, dim, turned, num, scores);
+      all_turned_dots(q, R, dim, turned, &sight, scores);
     } else {
       for (; j + 4 <= num; j += 4) {
         for (int i = 0; i < 4; i++) {
@@ -775,32 +803,29 @@ INLINE void attend(const Attention *a, const Item *item, float *partials, int ha
       }
       for (; j < num; j++) all_dots(q, R, dim, keys + j, half, 1, scores + j);
     }
-    for (long r = 0; r < R; r++) {
+    for (long r = 0, line = 0, head = 0; r < R; r++) {
       float *s = scores + r * KB;
-      const long line = item->first_row + r / group;
       if (a->softcap > 0)
         for (j = 0; j < num; j++) s[j] = (float)a->softcap * tanhf(s[j] / (float)a->softcap);
       long seen = num;
       if (a->tree) {
-        const uint8_t *bits = a->tree + (start + line) * a->tree_row;
+        const uint8_t *bits = a->tree + (start + item->first_row + line) * a->tree_row;
         for (j = most(0, prefix - low); j < num; j++)
           if (!bits[low + j - prefix]) s[j] = -INFINITY;
       } else {
-        const long own = position + r / group;
+        const long own = position + line;
         seen = most(0, least(num, own + 1 - low));
         if (a->window)
           for (j = 0; j < least(num, own - a->window + 1 - low); j++) s[j] = -INFINITY;
       }
-      for (j = seen; j < KB; j++) s[j] = -INFINITY;
+      for (j = seen; j < padded; j++) s[j] = -INFINITY;
       vf best = splat(-INFINITY);
-#pragma GCC unroll 16
-      for (j = 0; j < KB; j += VL) best = larger(*(const vfu *)(s + j), best);
+      for (j = 0; j < padded; j += VL) best = larger(*(const vfu *)(s + j), best);
       const float here = largest_of(best), new_top = here > top[r] ? here : top[r];
       /* Without a visible key so far all weights are 0; -inf minus itself would be NaN. */
       const float base = new_top == -INFINITY ? 0 : new_top;
       vf total = {0};
-#pragma GCC unroll 16
-      for (j = 0; j < KB; j += VL) {
+      for (j = 0; j < padded; j += VL) {
         vf weight = exp_of(*(const vfu *)(s + j) - splat(base));
         *(vfu *)(s + j) = weight;
         total += weight;
@@ -812,13 +837,14 @@ INLINE void attend(const Attention *a, const Item *item, float *partials, int ha
         top[r] = new_top;
       }
       sums_of_rows[r] += total;
+      if (++head == group) head = 0, line++;
     }
     if (half && wide)
       for (j = 0; j < num; j++) {
         take_apart(values[j], value_dim, buffer + j * value_dim);
         values[j] = (const char *)(buffer + j * value_dim);
       }
-    mix_all(scores, R, values, (int)num, acc, value_dim, half && !wide);
+    mix_all(scores, R, values, &sight, acc, value_dim, half && !wide);
     low = after;
   }
   for (long r = 0; r < R; r++) sum[r] = sum_of(sums_of_rows[r]);
@@ -870,9 +896,11 @@ static void attend_items(const Attention *a, const Item *items, long num_items, 
 
 /* Rows of an item, and chunks of its keys. */
 INLINE void cut(const Attention *a, long request, long row, long count, long *rows, long *chunks, long *keys) {
-  const long group = a->heads / a->kv_heads, wide = count > NARROW;
+  const long group = a->heads / a->kv_heads, wide = count > NARROW, limit = most(1, (wide ? WIDE_ROWS : ROWS) / group);
   long begin, end;
-  *rows = least(most(1, (wide ? WIDE_ROWS : ROWS) / group), count - row);
+  /* Wide items are of one size; the others begin at fixed rows. */
+  *rows = wide ? (count + (count + limit - 1) / limit - 1) / ((count + limit - 1) / limit) : limit;
+  *rows = least(*rows, count - row);
   reach_of(a, request, row, *rows, &begin, &end);
   *chunks = end > begin && !wide ? (end - 1) / CHUNK - begin / CHUNK + 1 : 1;
   *keys = most(0, end - begin);

@@ -24,7 +24,7 @@ from specops.models import load_target, load_tokenizer
 from specops.models.eagle import EagleConfig, EagleHead
 from specops.models.eagle_checkpoint import load_head, save_head
 from specops.training import data, evaluate
-from specops.training.bank import fill_bank, initialize
+from specops.training.bank import fill_bank, initialize, rows_that_fit
 from specops.training.chat import chat_prompt, chat_script
 from specops.training.dense import DenseTarget
 from specops.training.generate import Generator
@@ -134,6 +134,10 @@ def train(args: argparse.Namespace, model: Any) -> None:
     covered = data.coverage(*held_out, kept.cpu())
     log(f"draft vocabulary: {size} of {model.config.vocab_size} tokens, {covered:.2%} of held-out answer tokens")
     head = new_head(args, model, kept)
+    fitting = rows_that_fit(target, ids.shape[1], head.config.aux_layers)
+    if fitting is not None and fitting < ids.shape[0]:
+        log(f"the device holds the hidden states of {fitting} conversations; {ids.shape[0] - fitting} are left out")
+        ids, greedy = ids[:fitting], greedy[:fitting]
     begun = time.perf_counter()
     bank = fill_bank(target, ids, greedy, head.config.aux_layers, compile=gpu and args.compile)
     if gpu:

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from specops.models.eagle import EagleHead
 from specops.training.dense import DenseTarget, full_precision_logits, prefill, prefill_layer
 
+# Of the free memory; the rest is for the activations of a step.
+BANK_SHARE = 0.7
+
 
 @dataclass(frozen=True)
 class Bank:
@@ -36,6 +39,18 @@ class Bank:
     log_norm: Tensor
 
 
+def rows_that_fit(target: DenseTarget, length: int, aux_layers: tuple[int, ...] = ()) -> int | None:
+    """Rows of ``length`` tokens whose hidden states fit on the target's device beside a training step; None on a CPU."""
+    device = target.embed.device
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.mem_get_info(device)[0] * BANK_SHARE) // _row_bytes(target, length, aux_layers)
+
+
+def _row_bytes(target: DenseTarget, length: int, aux_layers: tuple[int, ...]) -> int:
+    return length * target.embed.shape[1] * (1 + len(aux_layers)) * target.embed.element_size()
+
+
 @torch.no_grad()
 def fill_bank(
     target: DenseTarget,
@@ -52,15 +67,12 @@ def fill_bank(
         MemoryError: the hidden states would not fit on the device; says how many rows would.
     """
     device, dtype, (rows, length) = target.embed.device, target.embed.dtype, ids.shape
-    width = target.embed.shape[1] * (1 + len(aux_layers))
-    needed = rows * length * width * dtype.itemsize
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] * 0.6
-        if needed > free:
-            raise MemoryError(
-                f"hidden states of {rows} rows need {needed / 1e9:.1f} GB, {free / 1e9:.1f} are to spare; "
-                f"train on {int(rows * free / needed)} rows or fewer"
-            )
+    fitting = rows_that_fit(target, length, aux_layers)
+    if fitting is not None and rows > fitting:
+        raise MemoryError(
+            f"hidden states of {rows} rows need {rows * _row_bytes(target, length, aux_layers) / 1e9:.1f} GB, more than is "
+            f"to spare; train on {fitting} rows or fewer"
+        )
     ids, greedy = ids.to(device), greedy.to(device)
     hidden = torch.empty((rows, length, target.embed.shape[1]), dtype=dtype, device=device)
     features = hidden

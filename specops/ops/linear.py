@@ -40,7 +40,8 @@ def rms_norm_linear(
 
     Args:
         x: ``[T, K]``.
-        weight: ``[N, K]``; with a gate ``[2 * N, K]``, the gate's rows, then the up projection's.
+        weight: ``[N, K]``; with a gate ``[2 * N, K]``, the gate's rows, then the up projection's. The fused launch begins to
+            read it while the launch before still runs, so that one must not be what writes it.
         norm_weight: ``[K]``; x is normed to ``x / rms(x) * (norm_weight + norm_offset)``. No norm when not given.
         norm_eps: added to the mean square.
         bias: ``[N]``, or ``[2 * N]`` with a gate.
@@ -89,7 +90,7 @@ def project_qkv(
     Args:
         k_cache, v_cache: ``[P, S, Hkv, D]``, any strides with a unit last one; mutated.
         x: ``[T, K]``.
-        weight: ``[(num_heads + 2 * Hkv) * D, K]``: rows of q, then k, then v.
+        weight: ``[(num_heads + 2 * Hkv) * D, K]``: rows of q, then k, then v; read early, as in :func:`rms_norm_linear`.
         cos, sin: ``[T, 1, D / 2]``; element ``i`` of a head pairs with ``i + D / 2`` (RoFormer, rotate-half form).
         slots: ``[T]`` int32 or int64, ``page * S + offset``; a negative slot writes nothing.
         num_heads: query heads.

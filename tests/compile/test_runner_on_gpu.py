@@ -5,6 +5,8 @@ Run alone: pytest -m gpu tests/compile/test_runner_on_gpu.py
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import threading
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from specops.batch import draft_extend_fields
 from specops.compile.capture import capture_stream
+from specops.compile.draft_extend import _FIELDS
 from specops.compile.launch import PreparedLaunch
 from specops.compile.ready import Staging
 from specops.spec import SpecConfig
@@ -80,6 +83,73 @@ def test_a_runner_stages_and_hands_over_by_prepared_launches(mode: str) -> None:
         ready = runner.runner._ready[len(lens)]
         assert ready.stage.launch is not None
         assert (ready.hand_over is not None and ready.hand_over.launch is not None) == (mode == "direct")
+
+
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_a_known_form_goes_the_short_way_in_c(outputs: str) -> None:
+    draft = tiny_draft(400, device="cuda")
+    runner = runner_for(draft, "direct", strict=True, outputs=outputs)
+    runner.warm_up()
+    inner = runner.runner
+    long: list[int] = []
+    run_long = inner._run_long
+    inner._run_long = lambda fields, unchanged: (long.append(1), run_long(fields, unchanged))[1]  # type: ignore[method-assign]
+    for seed in range(4):
+        batch = batch_of([14, 20, 9], [1 + seed, 2, 6], device="cuda", seed=seed)
+        fill(draft)
+        expected = plain(draft, batch)
+        fill(draft)
+        stream = torch.cuda.Stream() if seed == 2 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            out = runner(batch)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(out.next_token_logits, expected[0], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(out.hidden_states, expected[1], rtol=1e-3, atol=1e-4)
+    way = inner._short[3]
+    assert way.native, "there is a C compiler wherever Triton runs"
+    assert len(long) == 1, "the first call of the form"
+    unaligned = batch_of([14, 20, 9], [2, 2, 2], device="cuda")
+    lens = torch.tensor([0, 14, 20, 9], dtype=torch.int32, device="cuda")[1:]
+    assert lens.data_ptr() % 16
+    runner(dataclasses.replace(unaligned, seq_lens=lens))
+    assert len(long) == 2
+    draft.fc.weight.data = draft.fc.weight.data.clone()
+    assert not way.go(_FIELDS(unaligned), False)
+
+
+@pytest.mark.parametrize("mode", ["direct", "reduce-overhead"])
+def test_captures_compile_no_kernel_of_an_op(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs ahead have compiled the kernels of every bucket; what follows is inductor's, and those that stage batches."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from specops.compile import step_runner
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("specops.ops.triton_"):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    function.device_caches.clear()
+    kernels: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **told: kernels.append(told["fn"].module))
+    ahead, run = [], step_runner.run_ahead
+
+    def run_ahead(*args: Any) -> list[str]:
+        failed = run(*args)
+        ahead.append(len(kernels))
+        return failed
+
+    monkeypatch.setattr(step_runner, "run_ahead", run_ahead)
+    draft = tiny_draft(8000, device="cuda")
+    fill(draft)
+    before = [cache.k.clone() for cache in draft.caches]
+    runner = runner_for(draft, mode, max_requests=160, buckets=[1, 2, 4, 8, 16, 32, 48, 160], strict=True)
+    report = runner.warm_up()
+    assert report.notes == []
+    assert ahead[0] > 0
+    assert [module for module in kernels[ahead[0] :] if "specops.ops" in module] == []
+    assert all(torch.equal(cache.k, then) for cache, then in zip(draft.caches, before, strict=True)), "padding wrote a page"
 
 
 def test_addresses_are_checked_by_torch_itself() -> None:

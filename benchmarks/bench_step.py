@@ -13,10 +13,12 @@ The draft has one layer over hidden 4096; every request has 4 rows and 512 keys.
 ``latency`` is a call that is waited for, ``host`` the time a call keeps the host busy (from calls nobody waits for),
 ``back to back`` the time of a call when the next one is already queued, each a median. Ways that are compared with the raw
 graph are timed in turn with it, call by call, so that a change of clocks meets all of them. ``before replay`` is the part of
-the host's time that a direct call spends before its graph is launched, which is what it adds to the latency besides copies.
-Warm-up is a runner of 20 buckets and more; the time of one bucket is that of its first. Graph memory is what the
-allocator has reserved more, device memory what the driver has given out. ``--cold`` starts processes with an empty and with
-a filled compile cache. Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason.
+the host's time that a direct call spends before its graph is launched, which is what it adds to the latency besides copies;
+``parts`` are pieces of it, each called by itself and warm. Warm-up is a runner of 20 buckets and more, the first thing that
+this process does, with empty compile caches. Graph memory is what the allocator has reserved more, device memory what the
+driver has given out. ``--cold`` starts further processes: one that warms up one bucket with empty caches, then two at once
+with the caches of this process's warm-up, and with those that it saved to a file. The file is written after each row.
+Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason. On an H200 this takes some 100 s.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Sequence
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specops.batch import DraftExtendBatch
 from specops.compile import DraftExtendRunner, DraftExtendStep
@@ -98,14 +102,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(json.dumps(process_start(args)))
         return {}
     bench = Bench(args)
-    for vocab in args.vocab:
-        with bench.guard("rows", {"vocab": vocab}):
-            bench.require(10)
-            measure(bench, vocab)
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
-    if args.cold:
-        measure_starts(bench)
+    with tempfile.TemporaryDirectory() as folder:
+        caches, saved = cache_variables(Path(folder) / "here"), Path(folder) / "cache.bin"
+        os.environ.update(caches)
+        for index, vocab in enumerate(args.vocab):
+            with bench.guard("rows", {"vocab": vocab}):
+                bench.require(10)
+                measure(bench, vocab, saved if index == 0 else None)
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+            if index == 0 and args.cold:
+                measure_starts(bench, Path(folder), caches, saved)
     bench.write()
     print(table(bench.data["rows"]))
     print(json.dumps(bench.data["ratios"], indent=1))
@@ -148,16 +155,15 @@ def pages_each(args: argparse.Namespace) -> int:
     return -(-int(args.kv) // PAGE)
 
 
-def measure(bench: Bench, vocab: int) -> None:
+def measure(bench: Bench, vocab: int, saved: Path | None = None) -> None:
+    """Warm-ups, which come upon empty caches for the first vocabulary, then all ways; compiled code goes to ``saved``."""
     args = bench.args
     largest = max(args.batch)
     draft = make_draft(args, vocab, largest)
     batches = {size: make_batch(args, size) for size in args.batch}
     step = DraftExtendStep(draft, PAGE, WIDTH)
 
-    def timed(
-        size: int, ways: dict[str, Callable[[], Any]], more: Callable[[str], dict[str, float]] = lambda way: {}
-    ) -> None:
+    def timed(size: int, ways: dict[str, Callable[[], Any]], more: Callable[[str], dict[str, Any]] = lambda way: {}) -> None:
         """A row for each way; what can be compared is timed in turn."""
         head = {"vocab": vocab, "batch": size}
         working: dict[str, Callable[[], Any]] = {}
@@ -175,21 +181,22 @@ def measure(bench: Bench, vocab: int) -> None:
                 row = {**head, "way": way, **figures, **more(way), "relative_error": errors[way]}
                 bench.add("rows", row)
 
-    for size, batch in batches.items():
-        timed(size, {"eager": lambda batch=batch: step(**batch.as_dict())})
-
     runner: DraftExtendRunner | None = None
     sizes = (*(size for size in BUCKETS if size < largest), largest)
     common: dict[str, Any] = {"tokens_per_request": WIDTH, "max_requests": largest, "max_pages": pages_each(args)}
     with bench.guard("warm_up", {"vocab": vocab, "way": "direct"}):
-        bench.require(20)
+        bench.require(15)
         runner = DraftExtendRunner(draft, draft.caches, mode="direct", buckets=sizes, **common)
         bench.add("warm_up", {"vocab": vocab, "way": "direct", **warm_up(runner)})
+        if saved is not None and args.cold:
+            runner.save_cache(saved)
     overhead: DraftExtendRunner | None = None
     with bench.guard("warm_up", {"vocab": vocab, "way": "reduce-overhead"}):
-        bench.require(20)
+        bench.require(15)
         overhead = DraftExtendRunner(draft, draft.caches, mode="reduce-overhead", buckets=args.batch, **common)
         bench.add("warm_up", {"vocab": vocab, "way": "reduce-overhead", **warm_up(overhead)})
+    for size, batch in batches.items():
+        timed(size, {"eager": lambda batch=batch: step(**batch.as_dict())})
     for size, batch in batches.items():
         ways: dict[str, Callable[[], Any]] = {}
         if runner is not None:
@@ -216,8 +223,8 @@ def as_views(runner: DraftExtendRunner, batch: DraftExtendBatch) -> Any:
     return out
 
 
-def before_replay(runner: DraftExtendRunner, batch: DraftExtendBatch, args: argparse.Namespace) -> dict[str, float]:
-    """Host time from a call to the launch of its graph, and whether batches and outputs go by prepared launches."""
+def before_replay(runner: DraftExtendRunner, batch: DraftExtendBatch, args: argparse.Namespace) -> dict[str, Any]:
+    """Host time from a call to the launch of its graph, and by which means batches and outputs go."""
     ready = runner.runner._ready.get(batch.seq_lens.shape[0])
     if ready is None or ready.replay is None or ready.hand_over is None:
         return {}
@@ -235,7 +242,42 @@ def before_replay(runner: DraftExtendRunner, batch: DraftExtendBatch, args: argp
             torch.cuda.synchronize()
     ready.replay = replay
     prepared = (ready.stage.launch is not None) + (ready.hand_over.launch is not None)
-    return {"before_replay_us": round(statistics.median(spans), 1), "prepared_launches": prepared}
+    way = runner.runner._short.get(batch.seq_lens.shape[0])
+    found: dict[str, Any] = {"before_replay_us": round(statistics.median(spans), 1), "prepared_launches": prepared}
+    return {
+        **found,
+        "short_way": None if way is None else "C" if way.native else "Python",
+        "parts": parts(runner, batch, way),
+    }
+
+
+def parts(runner: DraftExtendRunner, batch: DraftExtendBatch, way: Any) -> dict[str, float]:
+    """What the pieces of the time before a replay take by themselves, called one after another."""
+    statics = runner.runner._statics
+    if way is None or statics is None:
+        return {}
+    fields = tuple(batch.as_dict().values())
+    addresses = [field.data_ptr() for field in fields]
+    stream = torch.cuda.current_stream().cuda_stream
+    children, copies, holders, names, at, known, places = statics.lists()[1:]
+    current = list(map(getitem, holders, names))
+    calls: dict[str, Callable[[], Any]] = {
+        "form": lambda: way.forms[0](*fields),
+        "addresses": lambda: list(map(Tensor.data_ptr, fields)),
+        "launch, from Python": lambda: way.ready.prepared.fire(addresses, stream),
+        "memory, from Python": statics.in_place,
+        "of it children": lambda: children == copies,
+        "of it look-ups": lambda: list(map(getitem, holders, names)),
+        "of it addresses": lambda: at(current, known, places),
+        "nothing": lambda: None,
+    }
+    found = {}
+    for name, call in calls.items():
+        # Few enough that the launch queue never fills up.
+        spans = timeit.repeat(call, number=50, repeat=5)
+        torch.cuda.synchronize()
+        found[name] = round(statistics.median(spans) * 2e4, 2)
+    return found
 
 
 def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
@@ -250,10 +292,11 @@ def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
     return {
         "buckets": len(by_size),
         "total_s": round(report["compile_seconds"], 3),
+        "ahead_s": round(report["ahead_seconds"], 3),
         "first_bucket_s": round(first["seconds"], 3),
         "other_buckets_s": round(captures, 3),
         "batch_of_one_s": round(alone, 3),
-        "all_over_one": round((first["seconds"] + captures) / first["seconds"], 3) if first["seconds"] else None,
+        "notes": report["notes"],
         "compiled_graphs": report["compiled_graphs"],
         "captured": report["captured"],
         "not_captured": report["reason"],
@@ -317,67 +360,87 @@ def times(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[
     }
 
 
-def measure_starts(bench: Bench) -> None:
-    """Process starts: with an empty cache, with the one that left, and with a saved cache in an empty folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "cache.bin"
-        for name, cache, options in (
-            ("cold", "a", ["--save-cache", str(saved)]),
-            ("second start", "a", []),
-            ("saved cache", "b", ["--load-cache", str(saved)]),
-        ):
+def measure_starts(bench: Bench, folder: Path, caches: dict[str, str], saved: Path) -> None:
+    """Processes with empty caches and one bucket, with the caches of this one, and with a saved cache in an empty folder."""
+    for group in (
+        {"one bucket": (cache_variables(folder / "one"), ["--one-bucket"])},
+        {
+            "second start": (caches, []),
+            "saved cache": (cache_variables(folder / "other"), ["--load-cache", str(saved)]),
+        },
+    ):
+        running: dict[str, subprocess.Popen[str]] = {}
+        for name, (variables, options) in group.items():
             with bench.guard("process_start", {"way": name}):
-                bench.require(25)
-                bench.add("process_start", {"way": name, **start(bench, Path(folder) / cache, options)})
+                bench.require(20)
+                running[name] = start(bench.args, variables, options)
+        begun = time.perf_counter()
+        for name, process in running.items():
+            with bench.guard("process_start", {"way": name}):
+                figures = finish(process, min(CHILD_SECONDS, bench.left()))
+                bench.add("process_start", {"way": name, **figures, "process_s": round(time.perf_counter() - begun, 2)})
+    here = next((row for row in bench.data["warm_up"] if row["way"] == "direct" and "total_s" in row), None)
     seconds = {row["way"]: row["warm_up_s"] for row in bench.data["process_start"] if "warm_up_s" in row}
+    if here is None:
+        return
+    many = here["total_s"] - here["batch_of_one_s"]
+    if "one bucket" in seconds:
+        bench.data["all_buckets_over_one"] = round(many / seconds["one bucket"], 3)
+        bench.data["all_buckets_over_one_with_a_batch_of_one"] = round(here["total_s"] / seconds["one bucket"], 3)
     for name in ("second start", "saved cache"):
-        if "cold" in seconds and name in seconds:
-            bench.data[f"{name} over cold".replace(" ", "_")] = round(seconds[name] / seconds["cold"], 3)
+        if name in seconds:
+            bench.data[f"{name} over cold".replace(" ", "_")] = round(seconds[name] / here["total_s"], 3)
+    bench.write()
 
 
-def start(bench: Bench, cache: Path, options: list[str]) -> dict[str, Any]:
-    args = bench.args
+def cache_variables(folder: Path) -> dict[str, str]:
+    """Environment of a process that keeps compiled code in ``folder``; Triton keeps kernels beside inductor's code."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+
+
+def start(args: argparse.Namespace, variables: dict[str, str], options: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", "--device", args.device, "--dtype", args.dtype]
     command += ["--hidden", str(args.hidden), "--intermediate", str(args.intermediate), "--kv", str(args.kv)]
     command += ["--vocab", str(args.vocab[0]), "--batch", str(max(args.batch)), "--backend", args.backend, *options]
-    # Triton keeps kernels beside inductor's code.
-    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
-    begun = time.perf_counter()
-    limit = max(1.0, min(CHILD_SECONDS, bench.left()))
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=limit, check=False
+    return subprocess.Popen(
+        command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    if done.returncode != 0:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
-    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {**figures, "process_s": round(time.perf_counter() - begun, 2)}
+
+
+def finish(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+    try:
+        output, errors = process.communicate(timeout=max(1.0, seconds))
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    if process.returncode != 0:
+        raise RuntimeError((errors.strip().splitlines() or ["no message"])[-1])
+    figures: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return figures
 
 
 def process_start(args: argparse.Namespace) -> dict[str, Any]:
     """In a process of its own: the time from a ready draft to a warm runner."""
-    from specops.compile import load_cache, save_cache
+    from specops.compile import load_cache
 
-    draft = make_draft(args, args.vocab[0], max(args.batch))
-    sizes = (*(size for size in BUCKETS if size < max(args.batch)), max(args.batch))
+    largest = max(args.batch)
+    draft = make_draft(args, args.vocab[0], largest)
+    sizes = (largest,) if args.one_bucket else (*(size for size in BUCKETS if size < largest), largest)
     begun = time.perf_counter()
     loaded = load_cache(args.load_cache) if args.load_cache else None
     runner = DraftExtendRunner(
         draft,
         draft.caches,
         tokens_per_request=WIDTH,
-        max_requests=max(args.batch),
+        max_requests=largest,
         max_pages=pages_each(args),
         mode="direct",
         buckets=sizes,
     )
     figures = warm_up(runner)
-    seconds = time.perf_counter() - begun
-    found = {"warm_up_s": round(seconds, 3), "compiled_graphs": figures["compiled_graphs"], "captured": figures["captured"]}
-    if args.save_cache:
-        found["saved_mib"] = round(save_cache(args.save_cache) / 2**20, 2)
-    if loaded is not None:
-        found["loaded"] = loaded
-    return found
+    found = {"warm_up_s": round(time.perf_counter() - begun, 3), **figures}
+    return found if loaded is None else {**found, "loaded": loaded}
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -428,11 +491,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="auto")
     add("--calls", type=int, default=60, help="calls a latency is the median of")
     add("--cold", action=argparse.BooleanOptionalAction, default=True, help="time process starts")
-    add("--quick", action="store_true", help="vocabulary 32000, batches 1, 8 and 32, no process starts, 100 s at most")
+    add("--quick", action="store_true", help="vocabulary 32000, batches 1, 8 and 32, no process starts; 40 s")
     add("--seconds", type=float, default=200.0)
     add("--json", type=Path)
     add("--child", action="store_true", help=argparse.SUPPRESS)
-    add("--save-cache", help=argparse.SUPPRESS)
+    add("--one-bucket", action="store_true", help=argparse.SUPPRESS)
     add("--load-cache", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.quick:

@@ -93,6 +93,52 @@ def test_long_contexts_many_requests_and_heads(dtype: torch.dtype) -> None:
     make_mha_case(seq_lens=(513, 64), query_lens=(30, 64), num_heads=4, num_kv_heads=4, dtype=dtype).check("cpu")
 
 
+# Requests of more rows than are served row by row: their keys are turned, block by block.
+PROMPTS = {
+    "one": {"seq_lens": (70,), "query_lens": 70},
+    "behind a cache": {"seq_lens": (300, 65), "query_lens": 65},
+    "fewer keys than rows": {"seq_lens": (100, 66), "query_lens": 80},
+    "beside decoding": {"seq_lens": (513, 200, 0, 66), "query_lens": (140, 1, 0, 66), "num_heads": 6},
+    "window": {"seq_lens": (330,), "query_lens": 200, "window": 70},
+    "window of one": {"seq_lens": (99,), "query_lens": 90, "window": 1},
+    "softcap and sinks": {"seq_lens": (150, 90), "query_lens": (150, 70), "softcap": 5.0, "sinks": True},
+    "tree": {"seq_lens": (150,), "query_lens": 70, "tree_width": 70},
+    "hnd": {"seq_lens": (131,), "query_lens": 131, "hnd": True},
+    "rows hold k and v": {"seq_lens": (77,), "query_lens": 77, "shared_storage": "rows", "strided_q": True},
+    "many heads a group": {"seq_lens": (80,), "query_lens": 66, "num_heads": 40, "num_kv_heads": 1},
+    "heads as many": {"seq_lens": (80,), "query_lens": 66, "num_heads": 3, "num_kv_heads": 3},
+    **{f"dim {dim}": {"seq_lens": (100,), "query_lens": 70, "head_dim": dim} for dim in (16, 48, 80, 96, 256)},
+    "two dims": {"seq_lens": (100,), "query_lens": 70, "head_dim": 64, "value_dim": 48},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
+    monkeypatch.setattr("specops.ops.cpu._attention", lambda *args: pytest.fail("not the kernel"))
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        make_mha_case(**PROMPTS[name], dtype=dtype).check("cpu")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+def test_a_decoded_row_does_not_depend_on_the_prompt_beside_it(dtype: torch.dtype) -> None:
+    case = make_mha_case(seq_lens=(200, 150), query_lens=(1, 90), dtype=dtype)
+    tensors = case.tensors
+    alone = ops.mha(
+        tensors["q"][:1],
+        tensors["k_cache"],
+        tensors["v_cache"],
+        tensors["page_table"][:1],
+        tensors["seq_lens"][:1],
+        layout=QueryLayout.uniform(1),
+        backend="cpu",
+    )
+    assert torch.equal(case.run("cpu")[:1], alone)
+
+
 @needs_kernels
 def test_scores_far_apart_neither_overflow_nor_lose_the_largest() -> None:
     q = torch.full((1, 1, 16), 100.0)

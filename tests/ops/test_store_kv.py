@@ -23,6 +23,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
 
 from specops import PagedKVCache, QueryLayout, attention_metadata, ops
+from specops.ops import native
 from specops.testing import make_mha_case
 
 FP8 = torch.float8_e4m3fn
@@ -68,8 +69,9 @@ def caches(layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "rows", "pages"])
+@pytest.mark.parametrize("kernels", [True, False])
 def test_each_row_lands_in_its_slot_and_nothing_else_changes(
-    layout: str, dtype: torch.dtype, index_dtype: torch.dtype, device: str
+    kernels: bool, layout: str, dtype: torch.dtype, index_dtype: torch.dtype, device: str
 ) -> None:
     k_cache, v_cache = caches(layout, dtype, device)
     projection = torch.randn(5, 64, device=device)
@@ -78,9 +80,34 @@ def test_each_row_lands_in_its_slot_and_nothing_else_changes(
     scale = 0.25 if dtype == FP8 else None
     expected = expected_cache(k_cache, k, slots, scale), expected_cache(v_cache, v, slots, scale)
     scales = {} if scale is None else {name: torch.tensor([scale], device=device) for name in ("k_scale", "v_scale")}
-    ops.store_kv(k_cache, v_cache, k, v, slots, **scales)
+    with contextlib.nullcontext() if kernels else native.disabled():
+        ops.store_kv(k_cache, v_cache, k, v, slots, **scales)
     assert torch.equal(k_cache.double(), expected[0])
     assert torch.equal(v_cache.double(), expected[1])
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_rows_are_cast_to_the_caches_dtype(kernels: bool, device: str) -> None:
+    k_cache, v_cache = caches("nhd", torch.bfloat16, device)
+    rows = torch.randn(2, 2, 8, device=device)
+    slots = torch.tensor([3, 17], device=device)
+    expected = expected_cache(k_cache, rows, slots), expected_cache(v_cache, rows.half(), slots)
+    with contextlib.nullcontext() if kernels else native.disabled():
+        ops.store_kv(k_cache, v_cache, rows, rows.half(), slots)
+    assert torch.equal(k_cache.double(), expected[0])
+    assert torch.equal(v_cache.double(), expected[1])
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_slot_behind_the_cache_is_an_error_on_a_cpu(kernels: bool, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("a GPU's kernel reads no slot on the host")
+    k_cache, v_cache = caches("nhd", torch.float32, device)
+    rows = torch.randn(1, 2, 8)
+    before = k_cache.clone()
+    with contextlib.nullcontext() if kernels else native.disabled(), pytest.raises(IndexError):
+        ops.store_kv(k_cache, v_cache, rows, rows, torch.tensor([24]))
+    assert torch.equal(k_cache, before)
 
 
 @settings(max_examples=100, deadline=None)

@@ -41,10 +41,13 @@ def own_graph_trees() -> None:
     """
     from torch._inductor import cudagraph_trees
 
-    if hasattr(cudagraph_trees.local, _TREES[0]) or torch._C._is_key_in_tls(_TREES[0]):
+    local = cudagraph_trees.local
+    if hasattr(local, _TREES[0]) or torch._C._is_key_in_tls(_TREES[0]):
         return
-    torch._C._stash_obj_in_tls(_TREES[0], {})
-    torch._C._stash_obj_in_tls(_TREES[1], collections.defaultdict(threading.Lock))
+    # Attributes that die with the thread. torch's own storage for them (_stash_obj_in_tls) takes a reference that nobody
+    # gives it, and ends the process when the thread ends.
+    setattr(local, _TREES[0], {})
+    setattr(local, _TREES[1], collections.defaultdict(threading.Lock))
 
 
 def argument_guards(entries: Sequence[Any]) -> list[bool]:

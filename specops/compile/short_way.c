@@ -9,6 +9,7 @@
 
 enum { MAX_FIELDS = 8 };
 
+typedef void *(*address_fn)(PyObject *);
 typedef int (*launch_fn)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                          void **);
 
@@ -28,6 +29,7 @@ enum {
 typedef struct {
     PyObject_HEAD
     PyObject *held[COUNT];
+    address_fn address;                           /* of a tensor that fits a form, by torch's C function; or NULL */
     launch_fn launch;
     void *function;
     unsigned shape[7];                            /* grid, block, shared memory */
@@ -60,11 +62,11 @@ static void way_dealloc(Way *w)
     Py_DECREF(type);
 }
 
-/* Way(held, (launch, function, values, params), (grid and block and shared memory), num_fields) */
+/* Way(held, address, (launch, function, values, params), (grid and block and shared memory), num_fields) */
 static PyObject *way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *held;
-    unsigned long long launch, function, values, params;
+    unsigned long long address, launch, function, values, params;
     unsigned s[7];
     Py_ssize_t num_fields;
     static const int lists[] = {FORMS, FREED, CHILDREN, COPIES, HOLDERS, NAMES, ADDRESSES, PLACES};
@@ -72,7 +74,7 @@ static PyObject *way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "no argument goes by name");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "O!(KKKK)(IIIIIII)n", &PyTuple_Type, &held, &launch, &function, &values, &params, &s[0],
+    if (!PyArg_ParseTuple(args, "O!K(KKKK)(IIIIIII)n", &PyTuple_Type, &held, &address, &launch, &function, &values, &params, &s[0],
                           &s[1], &s[2], &s[3], &s[4], &s[5], &s[6], &num_fields))
         return NULL;
     int wrong = PyTuple_GET_SIZE(held) != COUNT || num_fields < 1 || num_fields > MAX_FIELDS;
@@ -89,6 +91,7 @@ static PyObject *way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         w->held[i] = PyTuple_GET_ITEM(held, i);
         Py_INCREF(w->held[i]);
     }
+    w->address = (address_fn)(uintptr_t)address;
     w->launch = (launch_fn)(uintptr_t)launch;
     w->function = (void *)(uintptr_t)function;
     w->values = (uint64_t *)(uintptr_t)values;
@@ -138,7 +141,9 @@ static int stage(Way *w, PyObject *const *fields)
 {
     uint64_t found[MAX_FIELDS], all = 0, stream;
     for (Py_ssize_t i = 0; i < w->num_fields; i++) {
-        if (number(PyObject_CallOneArg(w->held[ADDRESS], fields[i]), &found[i]) < 0)
+        if (w->address != NULL)
+            found[i] = (uint64_t)(uintptr_t)w->address(fields[i]);
+        else if (number(PyObject_CallOneArg(w->held[ADDRESS], fields[i]), &found[i]) < 0)
             return -1;
         all |= found[i];
     }

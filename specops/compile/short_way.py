@@ -12,6 +12,7 @@ Where there is a C compiler the handful is one C function (``short_way.c``), whi
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specops.compile import launch
 from specops.compile.ready import Ready
@@ -73,8 +74,12 @@ class ShortWay:
 
     def learn(self, fields: Sequence[Tensor]) -> None:
         """Serve batches of the form of ``fields`` from now on, if it is one that a prepared launch can take."""
-        if len(self.forms) < KEPT_FORMS and all(field.is_contiguous() for field in fields):
+        if len(self.forms) < KEPT_FORMS and all(map(_is_plain, fields)):
             self.forms.append(form_check(fields))
+
+
+def _is_plain(field: Tensor) -> bool:
+    return type(field) in (Tensor, nn.Parameter) and field.layout == torch.strided and field.is_contiguous()
 
 
 def _python(ready: Ready, forms: list[FormCheck], statics: StaticTensors, device_index: int) -> Go:
@@ -119,10 +124,29 @@ def _native(ready: Ready, forms: list[FormCheck], statics: StaticTensors, device
         *(*statics.lists(), ready, "replay", prepared),
     )
     try:
-        go: Go = way(held, prepared.in_c(), prepared.shape, prepared.changing).go
+        go: Go = way(held, _address_in_c(), prepared.in_c(), prepared.shape, prepared.changing).go
     except (TypeError, ValueError):
         return None
     return go
+
+
+@functools.cache
+def _address_in_c() -> int:
+    """Address of torch's C function from a tensor to its data, which inductor's own code calls; 0 where there is none.
+
+    It throws, which C could not catch, for what has no plain memory. That has none of the forms that are learnt, and torch's
+    guards, without which it is not used, see to type, device and layout.
+    """
+    try:
+        from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr as found  # type: ignore[attr-defined]
+
+        address = int(found)
+        read = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(address)
+        tensor = torch.zeros(8, device="cpu")
+        right = bool(address) and all(read(part) == part.data_ptr() for part in (tensor, tensor[3:]))
+    except (ImportError, TypeError, ValueError):
+        return 0
+    return address if right and _guards() is not None else 0
 
 
 @functools.cache
@@ -191,18 +215,19 @@ def _guards() -> Callable[[Sequence[Tensor]], FormCheck] | None:
             check: FormCheck = TensorGuards(*fields, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             return check
 
-        one, other = torch.zeros(2, 3), torch.zeros(4, dtype=torch.int32)
+        one, other = torch.zeros(2, 3, device="cpu"), torch.zeros(4, dtype=torch.int32, device="cpu")
         check = make([one, other])
-        same = check(torch.ones(2, 3), torch.ones(4, dtype=torch.int32))
+        same = check(one + 1, other + 1)
         different: Any = [
-            (torch.zeros(2, 4), other),
-            (torch.zeros(1, 3), other),
-            (torch.zeros(6), other),
+            (one.repeat(1, 2), other),
+            (one[:1], other),
+            (one.flatten(), other),
             (one.double(), other),
-            (torch.zeros(3, 2).t(), other),
-            (one, torch.zeros(8, dtype=torch.int32)[::2]),
+            (one.t().contiguous().t(), other),
+            (one, other.repeat(2)[::2]),
             (one, other.long()),
             (one.to("meta"), other),
+            (one.to_sparse(), other),
         ]
         return make if same and not any(check(*fields) for fields in different) else None
     except (ImportError, TypeError, ValueError, RuntimeError):

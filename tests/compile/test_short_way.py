@@ -5,6 +5,7 @@ The driver and the graphs are pretended and run on the CPU. Run alone: pytest te
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import weakref
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def fake_driver(patch: pytest.MonkeyPatch, table: FieldTable, pads: list[bytes] 
     return driver
 
 
-@pytest.fixture(params=["C", "Python"])
+@pytest.fixture(params=["C", "C, addresses by method", "Python"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Which of the two ways is taken."""
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +71,9 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
             patch.setattr(short_way, "native_way", lambda: None)
         else:
             assert short_way.native_way() is not None, "it needs a C compiler and Python's headers"
-        yield request.param
+        if request.param == "C, addresses by method":
+            patch.setattr(short_way, "_address_in_c", lambda: 0)
+        yield request.param.split(",")[0]
 
 
 @pytest.fixture
@@ -133,6 +136,7 @@ def wrong(how: str) -> list[Any]:
         "a number": [ids, 3, x],
         "a list": [ids, lens.tolist(), x],
         "none": [None, None, None],
+        "sparse": [ids, lens, x.to_sparse()],
         "negated": [ids, lens, torch.complex(x, x).conj().imag.contiguous()._neg_view()],
     }[how]
 
@@ -141,7 +145,7 @@ def wrong(how: str) -> list[Any]:
     "how",
     [
         *("dtype", "fewer requests", "wider", "flat", "strided", "on another device"),
-        *("too few", "too many", "a number", "a list", "none", "negated"),
+        *("too few", "too many", "a number", "a list", "none", "negated", "sparse"),
     ],
 )
 def test_a_batch_of_another_form_is_not_served(setup: Setup, how: str) -> None:
@@ -151,14 +155,15 @@ def test_a_batch_of_another_form_is_not_served(setup: Setup, how: str) -> None:
     assert setup.way.go(fields(), False) is True, "and does no harm"
 
 
-def test_a_form_that_was_learnt_is_served_and_a_strided_one_is_not_learnt(setup: Setup) -> None:
+def test_a_form_that_was_learnt_is_served_and_one_that_no_launch_can_take_is_not_learnt(setup: Setup) -> None:
     flat = [fields()[0].flatten(), fields()[1], fields()[2].flatten(0, 1)]
     assert setup.way.go(flat, False) is False
     setup.way.learn(flat)
     assert setup.way.go(flat, False) is True
     assert setup.way.go(fields(), False) is True, "beside the first"
-    setup.way.learn(wrong("strided"))
-    assert setup.way.go(wrong("strided"), False) is False
+    for how in ("strided", "sparse"):
+        setup.way.learn(wrong(how))
+        assert setup.way.go(wrong(how), False) is False
     for _ in range(2 * KEPT_FORMS):
         setup.way.learn(flat)
     assert len(setup.way.forms) == KEPT_FORMS
@@ -247,6 +252,27 @@ def test_guards_of_torch_that_prove_wrong_are_not_used(broken: str, monkeypatch:
         assert not check(*wrong("dtype"))
     finally:
         short_way._guards.cache_clear()
+
+
+@pytest.mark.parametrize("broken", ["missing", "no guards", "wrong"])
+def test_without_torchs_c_function_addresses_are_asked_in_python(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._C._dynamo import guards
+
+    name = "_torchinductor_pyobject_tensor_data_ptr"
+    short_way._address_in_c.cache_clear()
+    assert short_way._address_in_c() == getattr(guards, name)
+    other = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(lambda tensor: 4096)
+    if broken == "missing":
+        monkeypatch.delattr(guards, name)
+    elif broken == "wrong":
+        monkeypatch.setattr(guards, name, ctypes.cast(other, ctypes.c_void_p).value)
+    else:
+        monkeypatch.setattr(short_way, "_guards", lambda: None)
+    short_way._address_in_c.cache_clear()
+    try:
+        assert short_way._address_in_c() == 0
+    finally:
+        short_way._address_in_c.cache_clear()
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "one that fails", "turned off"])

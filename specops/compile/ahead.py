@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from specops.compile.capture import capture_stream
 
-# More would wait for the interpreter.
+# More would wait for the interpreter. Where cores are few, two that compile the same kernel cost more than is won.
 MOST_THREADS = 4
+CORES_PER_THREAD = 2
 
 
 def run_ahead(
@@ -65,7 +67,7 @@ def run_ahead(
     if failed or not others:
         return failed
     waiting.extend(others)
-    count = min(MOST_THREADS, len(others), os.cpu_count() or 1)
+    count = max(1, min(MOST_THREADS, len(others), (os.cpu_count() or 1) // CORES_PER_THREAD))
     threads = [threading.Thread(target=guarded, name=f"specops-ahead-{index}") for index in range(count)]
     for thread in threads:
         thread.start()
@@ -84,17 +86,19 @@ def run_ahead(
 
 
 def spread(sizes: Sequence[int]) -> list[int]:
-    """Largest, smallest, then always the middle of what lies between two: neighbours, which mostly share their kernels, are
-    far apart, so that threads at work on adjacent ones compile different kernels."""
-    ordered = sorted(set(sizes), reverse=True)
-    found = [ordered[0], *ordered[-1:]] if len(ordered) > 1 else ordered
-    gaps = collections.deque([(0, len(ordered) - 1)])
-    while gaps:
-        low, high = gaps.popleft()
-        middle = (low + high) // 2
-        if middle > low:
-            found.append(ordered[middle])
-            gaps.extend(((low, middle), (middle, high)))
+    """The largest, the smallest, then always the one that is by its ratio farthest from all before it.
+
+    Neighbours mostly share their kernels. In this order those at work at the same time mostly don't.
+    """
+    left = sorted(set(sizes), reverse=True)
+    found = [left.pop(0)]
+
+    def distance(size: int) -> float:
+        return round(min(abs(math.log(size / other)) for other in found), 6)
+
+    while left:
+        found.append(max(left, key=distance))
+        left.remove(found[-1])
     return found
 
 

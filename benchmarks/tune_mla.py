@@ -39,8 +39,11 @@ BROKEN = 3
 HOPPER = Tiling(64, 64, 8, 2, 1, inline_merge=False, hopper=True)
 ROLES = Tiling(64, 64, 4, 2, 1, inline_merge=False, roles=True)
 # One long request among short ones, for which every program having the same share of each is the wrong cut.
-RAGGED = Row("16h_ragged", 32, 4, (32768, *[512] * 31), num_heads=16, num_kv_heads=1, head_dim=576)
-ROWS = [*MLA_ROWS, RAGGED]
+RAGGED = [
+    Row("16h_ragged", 32, 4, (32768, *[512] * 31), num_heads=16, num_kv_heads=1, head_dim=576),
+    Row("128h_ragged", 8, 4, (32768, *[512] * 7), num_heads=128, num_kv_heads=1, head_dim=576),
+]
+ROWS = [*MLA_ROWS, *RAGGED]
 CHECKS: list[dict[str, Any]] = [
     {"num_heads": 16, "query_lens": 4},
     {"num_heads": 128, "query_lens": 5},
@@ -70,7 +73,7 @@ def _merging(row: Row) -> dict[str, Tiling | None]:
                     words = [name, *["early"] * early, *["rounded"] * rounded, *["wide"] * wide]
                     tiling = replace(base, early=early, rounded_partials=rounded, wide_merge=wide)
                     found["/".join(words)] = tiling
-    if row.batch > 1 and row.num_heads == 16:
+    if row.batch > 1:
         even = replace(base, direct=False, even=True, early=True, wide_merge=True)
         found |= {"even/early/wide": even, "even/early/rounded/wide": replace(even, rounded_partials=True)}
     return found

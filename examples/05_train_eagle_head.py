@@ -169,7 +169,6 @@ def train(args: argparse.Namespace, model: Any) -> None:
         head.lm_head_weight.to(target.lm_head.dtype),
         settings,
         autocast=gpu or args.dtype == "bfloat16",
-        compile=gpu and args.compile,
         log=log,
     )
     checkpoint = args.work / "checkpoint.pt"
@@ -274,7 +273,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--target-name", help="as the card calls it; the last part of --target if not given")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("bfloat16", "float32"), help="of the target; bfloat16 on a GPU, float32 on a CPU")
-    add("--seconds", type=float, help="time limit of the data stage, and of training without compilation")
+    add("--seconds", type=float, help="time limit of the data stage, and of training")
     add("--seed", type=int, default=0)
     add("--tiny", action="store_true", help="small defaults everywhere, for a CPU")
     add("--no-compile", dest="compile", action="store_false", help="run without torch.compile on a GPU")

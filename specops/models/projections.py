@@ -51,8 +51,8 @@ def on_nvidia(x: Tensor) -> bool:
 
 
 def can_fuse(x: Tensor, *linears: nn.Module) -> bool:
-    """Whether the fused form is for ``x`` ``[T, K]``: an NVIDIA GPU, 16-bit floats, plain small layers, no gradients."""
-    if not on_nvidia(x) or x.dtype not in FUSED_DTYPES or torch.is_grad_enabled():
+    """Whether the fused form is for ``x``: ``[T, K]`` in 16 bits on an NVIDIA GPU, plain small layers, no gradients."""
+    if not on_nvidia(x) or x.dtype not in FUSED_DTYPES or x.dim() != 2 or torch.is_grad_enabled():
         return False
     plain = all(
         type(linear) is nn.Linear and linear.weight.dtype == x.dtype and linear.weight.numel() <= FUSED_WEIGHT

@@ -19,16 +19,19 @@ def outside_graph_pools(make: Callable[[], _Made], device: torch.device) -> _Mad
     """``make()`` so that its tensors belong to no graph's memory pool, finished when this returns.
 
     Inductor's graph trees route the allocations of the calling thread into a pool that they later reuse, in warm-up runs
-    too. A fresh thread with a stream of its own is outside of that. Not for use while a capture is under way.
+    too. A fresh thread with a stream of its own is outside of that. It goes on where the current stream will stand, so
+    ``make`` may read what that one still has to write. Not for use while a capture is under way.
     """
     if device.type != "cuda":
         return make()
+    current = torch.cuda.current_stream(device)
     made: list[_Made] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
             stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(current)
             with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
                 made.append(make())
             stream.synchronize()

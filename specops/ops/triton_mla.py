@@ -38,8 +38,6 @@ DIRECT_ROWS = 1024
 HOPPER_DIMS = (512, 64)
 # Requests up to which the kernel of ``triton_hopper_roles`` finds its place in the schedule.
 MOST_SCHEDULED = 128
-# Programs of a unit up to which their partial results are rounded; see :func:`_with_roles`.
-MOST_ROUNDED_SPLITS = 4
 
 
 def choose_tiling(
@@ -71,7 +69,7 @@ def choose_tiling(
     direct = split and rows <= DIRECT_ROWS and (batch <= DIRECT_REQUESTS or units >= DIRECT_UNITS)
     # A single unit has too few blocks to fill the pipeline: 13.2 us in plain tiles of 16 rows, 14.5 with roles.
     if roles and split and units > 1 and (rows <= DIRECT_ROWS or batch <= MOST_SCHEDULED):
-        return _with_roles(rows, programs // units)
+        return _with_roles(rows, batch, programs // units)
     if hopper and split and units > 1:
         return Tiling(TILE_ROWS, 64, 8, 2, 1, inline_merge=False, direct=direct, hopper=True)
     block_m = min(max(next_power_of_2(rows), 16), TILE_ROWS)
@@ -84,20 +82,24 @@ def choose_tiling(
     return Tiling(block_m, 32, 8 if block_m == TILE_ROWS else 4, 3, 1, inline_merge=False)
 
 
-def _with_roles(rows: int, splits: int) -> Tiling:
+def _with_roles(rows: int, batch: int, splits: int) -> Tiling:
     """Sizes of the kernel of ``triton_hopper_roles``.
 
-    H200, 2026-11-29, 4 rows, 4096 keys, us at 8 and 32 requests of 16 heads, then 1 and 8 of 128 heads: 33.2, 80.6, 28.5,
-    111.7 by the schedule, 31.0, 76.3, 25.5, 79.4 direct. Holding values back pays where tiles share keys, so that products
-    and not copies take the time: 32 requests of 128 heads 235.9, 262.1 without; 128 requests of 16 heads 161.1, 158.6
-    without. Those gain from the early launch instead: 157.2. Rounded partial results pay where a few long parts are merged
-    (4 and 2: 67.4 and 71.7) and cost time with many short ones (16: 37.4 and 33.1).
+    H200, 2026-11-29, 4 rows, 4096 keys, us. Where units are split, the second kernel was most of what FlashInfer's fa3 was
+    faster by: with threads that own columns (``wide_merge``) and rounded partial results, 8 and 32 requests of 16 heads went
+    from 30.4 and 64.6 to 21.7 and 53.0, 1 and 8 of 128 heads from 25.1 and 63.3 to 16.8 and 61.3. The even cut costs some of
+    that, 23.1 and 56.4, and is worth it where lengths differ: one request of 32768 keys among 31 of 512 takes 48.8, and 240
+    with equally many programs each. Holding values back pays where tiles share keys, so that products and not copies take
+    the time: 32 requests of 128 heads 235.9, 262.1 without; 128 requests of 16 heads 161.1, 158.6 without.
 
     Args:
         rows: as for :func:`choose_tiling`.
+        batch: requests.
         splits: programs for each unit.
     """
     shared_keys = rows > TILE_ROWS
+    merged = splits >= 2
+    even = merged and batch > 1 and not shared_keys
     return Tiling(
         TILE_ROWS,
         64,
@@ -105,11 +107,13 @@ def _with_roles(rows: int, splits: int) -> Tiling:
         2,
         1,
         inline_merge=False,
-        direct=rows <= DIRECT_ROWS,
+        direct=rows <= DIRECT_ROWS and not even,
         roles=True,
         hold=shared_keys,
-        early=not shared_keys,
-        rounded_partials=rows <= DIRECT_ROWS and 2 <= splits <= MOST_ROUNDED_SPLITS,
+        early=merged or not shared_keys,
+        rounded_partials=merged and rows <= DIRECT_ROWS,
+        wide_merge=merged,
+        even=even,
     )
 
 

@@ -33,7 +33,7 @@ class TrainSettings:
 
     Attributes:
         steps: optimiser steps. With ``seconds`` the learning rate ends at whichever comes first.
-        seconds: time of training proper, without compilation; None for no limit.
+        seconds: time of training proper, without its start; None for no limit.
         batch_tokens: tokens of one optimiser step.
         unroll: draft steps of the loss.
         learning_rate, warmup, weight_decay, clip: AdamW with a linear warm-up of ``warmup`` steps and a cosine to zero.
@@ -128,7 +128,6 @@ class Trainer:
         target_rows: ``[draft_vocab, H]``.
         settings: of the run.
         autocast: compute in bf16 where autocast says so.
-        compile: compile the loss and its gradient.
         log: gets one line now and then.
     """
 
@@ -141,7 +140,6 @@ class Trainer:
         settings: TrainSettings,
         *,
         autocast: bool = False,
-        compile: bool = False,
         log: Callable[[str], None] = print,
     ) -> None:
         self.head, self.bank, self.settings, self.log = head, bank, settings, log
@@ -155,9 +153,6 @@ class Trainer:
         ]
         fused = bank.ids.is_cuda
         self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=fused)
-        self._loss: Callable[..., tuple[Tensor, Tensor]] = unrolled_loss
-        if compile:
-            self._loss = torch.compile(unrolled_loss, dynamic=False, fullgraph=True)
         self._order: tuple[int, Tensor] | None = None
 
     @property
@@ -217,7 +212,7 @@ class Trainer:
         if checkpoint is not None:
             self.save(checkpoint)
 
-    def _batch(self, step: int) -> tuple[Tensor, ...]:
+    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         rows, bank = self.rows_of(step), self.bank
         features = bank.features[rows]
         hidden = features if bank.hidden is bank.features else bank.hidden[rows]
@@ -227,7 +222,7 @@ class Trainer:
     def _forward(self, step: int) -> tuple[Tensor, Tensor]:
         settings, batch = self.settings, self._batch(step)
         with torch.autocast(self.bank.ids.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-            return self._loss(
+            return unrolled_loss(
                 self.head,
                 *batch,
                 self.draft_ids,
@@ -238,31 +233,12 @@ class Trainer:
             )
 
     def _warm_up(self) -> None:
-        """Compile outside the time budget: one forward and backward whose gradients are dropped.
-
-        Where the loss does not compile, the run goes on without compilation and says so.
-        """
+        """One forward and backward outside the time budget, whose gradients are dropped: kernels load, memory is found."""
         begun = time.perf_counter()
-        try:
-            loss = self._first_step()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            if self._loss is unrolled_loss:
-                raise
-            self.log(
-                f"WARNING: the loss does not compile here, so this run is eager and slower. {type(error).__name__}: "
-                f"{_cause(error)}"
-            )
-            self._loss = unrolled_loss
-            loss = self._first_step()
-        self.log(f"first step, compilation included: {time.perf_counter() - begun:.1f} s, loss {loss.item():.3f}")
-
-    def _first_step(self) -> Tensor:
         loss, _ = self._forward(self.step)
         torch.autograd.backward(loss)
         self.optimizer.zero_grad(set_to_none=True)
-        return loss
+        self.log(f"first step: {time.perf_counter() - begun:.1f} s, loss {loss.item():.3f}")
 
     def _train_step(self) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
@@ -307,13 +283,6 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds_used = state["step"], state["seconds_used"]
         return True
-
-
-def _cause(error: BaseException) -> str:
-    """The last line of a compiler's message that says something: before it stands a traceback, behind it advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "Error: " in line or "Exception: " in line]
-    return (telling or lines or ["no message"])[-1 if telling else 0]
 
 
 def chain_shares(counts: Tensor) -> list[float]:

@@ -133,3 +133,14 @@ def test_on_a_gpu_16_bit_models_take_the_fused_form_and_agree_with_the_plain_one
         assert not torch.equal(fused, plain), "the fused form did not run"
         error, plain_error = ((other - exact).abs().max().item() for other in (fused.float(), plain.float()))
         assert error <= 1.5 * plain_error
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layers_take_rows_in_any_number_of_dims(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """As the dense forwards of training and evaluation call them."""
+    if device == "cpu":
+        monkeypatch.setattr(projections, "on_nvidia", lambda x: True)
+    mlp = make_model().layers[0].mlp.to(device, torch.bfloat16)
+    x = torch.randn(3, 5, CONFIG.hidden_size, generator=torch.Generator().manual_seed(2)).to(device, torch.bfloat16)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), mlp(x.flatten(0, 1)).view_as(x), atol=2e-2, rtol=2e-2)

@@ -88,8 +88,11 @@ def test_rounded_partial_results_add_less_than_half_a_unit(monkeypatch, dtype, h
     ("case", "chosen"),
     [
         # Of 8 multiprocessors, as assumed here: 4 programs a unit, 2, 1, and 8 for the only unit, which has another kernel.
-        ({"seq_lens": (400, 65)}, {"roles", "direct", "early", "rounded_partials"}),
-        ({"num_heads": 128, "query_lens": 2, "seq_lens": (300,)}, {"roles", "direct", "hold", "rounded_partials"}),
+        ({"seq_lens": (400, 65)}, {"roles", "even", "early", "rounded_partials", "wide_merge"}),
+        (
+            {"num_heads": 128, "query_lens": 2, "seq_lens": (300,)},
+            {"roles", "direct", "hold", "early", "rounded_partials", "wide_merge"},
+        ),
         ({"seq_lens": (70,) * 8}, {"roles", "direct", "early"}),
         ({"seq_lens": (400,)}, set()),
     ],
@@ -105,7 +108,7 @@ def test_what_is_chosen_for_hopper(monkeypatch, case, chosen) -> None:
     monkeypatch.setattr(triton_mla, "launch", launch)
     monkeypatch.setattr(triton_mla, "hopper_products", lambda device: True)
     check(monkeypatch, None, **case)
-    options = ("roles", "direct", "hold", "early", "rounded_partials")
+    options = ("roles", "direct", "even", "hold", "early", "rounded_partials", "wide_merge")
     assert {option for option in options if getattr(taken[0], option) and taken[0].roles} == chosen
 
 

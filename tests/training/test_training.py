@@ -502,38 +502,6 @@ def test_capturing_for_a_smaller_table_reads_no_piece_of_the_one_before(monkeypa
             assert torch.equal(one, other)
 
 
-def test_a_loss_that_does_not_compile_is_trained_eagerly_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target()
-    ids, greedy = some_data(target)
-    kept = data.draft_vocabulary(ids, greedy, VOCAB, 24)
-    lines: list[str] = []
-    calls = 0
-
-    def broken(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        raise RuntimeError(
-            "SubprocException: in a subprocess:\nRuntimeError: PassManager::run failed\n\nSet TORCHDYNAMO_VERBOSE=1"
-        )
-
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: broken)
-    trained = []
-    for compile in (False, True):
-        head = make_head(target, kept)
-        bank = fill_bank(DenseTarget.of(target), ids, greedy)
-        initialize(head, bank, seed=3)
-        settings = replace(SETTINGS, steps=2)
-        draft_ids = data.draft_ids_of(kept, VOCAB)
-        trainer = Trainer(head, bank, draft_ids, head.lm_head_weight, settings, compile=compile, log=lines.append)
-        trainer.run()
-        trained.append([parameter.detach().clone() for parameter in head.parameters()])
-    assert calls == 1
-    (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert warning.endswith("RuntimeError: PassManager::run failed")
-    for one, other in zip(*trained, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.gpu
 def test_graph_replay_writes_what_eager_writes() -> None:
     target = make_target().cuda()
@@ -551,22 +519,38 @@ def test_graph_replay_writes_what_eager_writes() -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_loss_equals_eager() -> None:
+def test_a_step_on_a_gpu_has_the_loss_and_the_gradients_of_a_cpu() -> None:
+    """The loss is one kernel there and torch's operators here; the target's forward is compiled there."""
     losses, slopes = [], []
-    for compile in (False, True):
-        target = make_target().cuda()
-        ids, greedy = some_data(target)
-        kept = data.draft_vocabulary(ids.cpu(), greedy.cpu(), VOCAB, 24).cuda()
-        head = make_head(target, kept).cuda()
-        bank = fill_bank(DenseTarget.of(target), ids, greedy, compile=compile)
+    ids, greedy = some_data(make_target())
+    kept = data.draft_vocabulary(ids, greedy, VOCAB, 24)
+    for device in ("cpu", "cuda"):
+        target = make_target().to(device)
+        head = make_head(target, kept.to(device)).to(device)
+        bank = fill_bank(DenseTarget.of(target), ids, greedy, compile=device == "cuda")
         initialize(head, bank, seed=3)
-        draft_ids = data.draft_ids_of(kept, VOCAB)
-        trainer = Trainer(head, bank, draft_ids, head.lm_head_weight, SETTINGS, compile=compile, log=lambda line: None)
+        draft_ids = data.draft_ids_of(kept.to(device), VOCAB)
+        trainer = Trainer(head, bank, draft_ids, head.lm_head_weight, SETTINGS, log=lambda line: None)
         loss, counts = trainer._forward(0)
         torch.autograd.backward(loss)
-        losses.append((loss.detach(), counts))
-        slopes.append([parameter.grad for parameter in head.parameters()])
+        losses.append((loss.detach().cpu(), counts.cpu()))
+        slopes.append([parameter.grad.cpu() for parameter in head.parameters() if parameter.grad is not None])
     torch.testing.assert_close(losses[0][0], losses[1][0], rtol=1e-4, atol=1e-4)
-    assert torch.equal(losses[0][1], losses[1][1])
+    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=0, atol=2)
     for one, other in zip(*slopes, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_head_is_evaluated_on_a_gpu_as_on_a_cpu() -> None:
+    ids, _ = some_data(make_target())
+    kept = data.draft_vocabulary(ids, torch.ones_like(ids, dtype=torch.bool), VOCAB, 24)
+    ranks = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+        target = make_target().to(device, dtype)
+        torch.manual_seed(4)
+        head = make_head(target, kept.to(device)).to(device, dtype).requires_grad_(False)
+        ranks.append(evaluate.true_ranks(head, DenseTarget.of(target), ids, data.draft_ids_of(kept.to(device), VOCAB), 3))
+    assert (ranks[0] == ranks[1]).float().mean() > 0.99
+    # Sixteen bits change the order of near ones.
+    assert (ranks[0] - ranks[2]).abs().float().mean() < 1.0

@@ -192,6 +192,19 @@ def test_f26_nothing_is_replayed_after_a_move(setup: Setup, move: Any) -> None:
     assert len(setup.replays) == 1
 
 
+def test_f26_nothing_is_replayed_when_something_new_is_at_an_old_address(setup: Setup) -> None:
+    """As after a pool was freed: the address is that of capture, what is there is not."""
+    memory = bytearray(64)
+    pool = nn.Module()
+    pool.register_buffer("k", torch.frombuffer(memory, dtype=torch.float32))
+    way = ShortWay(setup.way.ready, StaticTensors(pool), -1)
+    way.learn(fields())
+    assert way.go(fields(), False) is True
+    pool.k = torch.frombuffer(memory, dtype=torch.float16)
+    assert way.go(fields(), False) is False
+    assert len(setup.replays) == 1
+
+
 def test_what_a_replay_raises_is_raised(setup: Setup) -> None:
     def fail() -> None:
         raise RuntimeError("the device is gone")

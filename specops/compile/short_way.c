@@ -22,7 +22,7 @@ enum {
     HOLDERS, NAMES, AT, ADDRESSES, PLACES,
     READY,                                        /* its attribute replay is called last */
     REPLAY,                                       /* that attribute's name */
-    LAUNCH,                                       /* owns values and params */
+    OWNERS,                                       /* of values and params, and of what tells of freed memory */
     COUNT
 };
 

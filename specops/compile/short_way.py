@@ -67,7 +67,8 @@ class ShortWay:
     """
 
     def __init__(self, ready: Ready, statics: StaticTensors, device_index: int) -> None:
-        self.ready, self.forms = ready, list[FormCheck]()
+        # Who lets go of ``statics`` no longer hears of memory that is freed.
+        self.ready, self.statics, self.forms = ready, statics, list[FormCheck]()
         go = _native(ready, self.forms, statics, device_index)
         self.native = go is not None
         self.go: Go = go or _python(ready, self.forms, statics, device_index)
@@ -121,7 +122,7 @@ def _native(ready: Ready, forms: list[FormCheck], statics: StaticTensors, device
         return None
     held = (
         *(forms, _ADDRESS, *launch.device_functions(), device_index),
-        *(*statics.lists(), ready, "replay", prepared),
+        *(*statics.lists(), ready, "replay", (prepared, statics)),
     )
     try:
         go: Go = way(held, _address_in_c(), prepared.in_c(), prepared.shape, prepared.changing).go

@@ -67,7 +67,8 @@ class StaticTensors:
 
         ``freed, children, copies, holders, names, at, addresses, places``: all is in place if nothing was freed, the
         children equal their copies, and ``at(tensors, addresses, places)`` holds for the tensors by those names in those
-        holders. A name that is gone raises KeyError, something without memory TypeError or RuntimeError.
+        holders. A name that is gone raises KeyError, something without memory TypeError or RuntimeError. Keep this object as
+        well: ``freed`` hears of nothing without it.
         """
         return (
             *(self._freed, self._children, self._copies, self._holders, self._names),

@@ -199,6 +199,13 @@ def _store_kv(
     _write(v_cache, v, slots, v_scale)
 
 
+def _as_cached(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Rows to be written as they are: of the cache's dtype, fp8 as bytes, with a unit last stride."""
+    if rows.dtype != dtype or dtype == FP8:
+        rows = as_bits(quantized(rows, dtype, scale))
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def _store_kv_cpu(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -208,15 +215,9 @@ def _store_kv_cpu(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    if k.shape[0] and native.library() is not None:
-        rows = [
-            as_bits(quantized(rows, cache.dtype, scale))
-            for rows, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale))
-        ]
-        k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in rows)
-        k_bits, v_bits = as_bits(k_cache), as_bits(v_cache)
-        if k_bits.stride(3) == v_bits.stride(3) == 1:
-            CacheWriter(k_bits, v_bits)(k, v, slots)
+    if k.shape[0] and k_cache.stride(3) == v_cache.stride(3) == 1 and native.library() is not None:
+        write = CacheWriter(as_bits(k_cache), as_bits(v_cache))
+        if write(_as_cached(k, k_cache.dtype, k_scale), _as_cached(v, v_cache.dtype, v_scale), slots):
             return
     slots, k, v = _live(slots, k, v)
     _write_cpu(k_cache, k, slots, k_scale)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import ctypes
+import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -39,13 +41,18 @@ def own_graph_trees() -> None:
     torch keeps those of ``mode="reduce-overhead"`` per thread. Up to 2.11 only the thread that imported its compiler and
     those of autograd had them, and any other failed on an assertion without a word. It then records graphs of its own.
     """
+    first = "torch._inductor.cudagraph_trees" not in sys.modules
     from torch._inductor import cudagraph_trees
 
+    if first:
+        # The import stores objects for this thread (_stash_obj_in_tls) with a reference less than are given up when the
+        # thread ends, which ends the process.
+        for name in filter(torch._C._is_key_in_tls, _TREES):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch._C._get_obj_in_tls(name)))
     local = cudagraph_trees.local
     if hasattr(local, _TREES[0]) or torch._C._is_key_in_tls(_TREES[0]):
         return
-    # Attributes that die with the thread. torch's own storage for them (_stash_obj_in_tls) takes a reference that nobody
-    # gives it, and ends the process when the thread ends.
+    # Attributes, which die with the thread; for the same reason not by torch's own storage.
     setattr(local, _TREES[0], {})
     setattr(local, _TREES[1], collections.defaultdict(threading.Lock))
 

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 import specops.integrations.vllm as plugin
 from specops.integrations.vllm import backend as ours
 from specops.integrations.vllm.worker import COUNTS
+from specops.ops import native
 from specops.testing.oracle import assert_close_to_oracle, oracle_mha
 
 from .conftest import engine_config
@@ -160,6 +161,47 @@ def test_a_layers_two_calls_equal_the_oracle(
     assert metadata.layout.kind == ("uniform" if len(set(widths)) == 1 else "packed")
     assert_close_to_oracle(output[:tokens], expected)
     assert bool((output[tokens:] == 7).all())
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here, or SPECOPS_NATIVE=0")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_cpu_the_kernels_fill_vllms_tensors_and_follow_the_cache(
+    custom: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    custom.model_config.dtype = dtype
+    layer = impl(dtype=dtype)
+    caches = [layer_cache(KVCacheLayout.LBHNC, dtype) for _ in range(2)]
+
+    def check(cache: torch.Tensor, lens: list[int], widths: list[int]) -> None:
+        step = common(lens, widths)
+        metadata, tokens = builder(custom).build(0, step), sum(widths)
+        # As out of a fused projection, with rows of padding behind.
+        q, k, v = (
+            torch.randn(tokens + 2, (HEADS + 2 * KV_HEADS) * DIM).to(dtype).split([HEADS * DIM, *2 * [KV_HEADS * DIM]], 1)
+        )
+        q, k, v = q.view(-1, HEADS, DIM), k.view(-1, KV_HEADS, DIM), v.view(-1, KV_HEADS, DIM)
+        output = torch.full((tokens + 2, HEADS, DIM), 7.0, dtype=dtype)
+        layer.do_kv_cache_update(None, k, v, cache, step.slot_mapping)
+        assert torch.equal(cache.transpose(1, 2).reshape(-1, KV_HEADS, 2 * DIM)[step.slot_mapping, :, :DIM], k[:tokens])
+        assert layer.forward(None, q, k, v, cache, metadata, output) is output
+        keys, values = cache[..., :DIM].transpose(1, 2), cache[..., DIM:].transpose(1, 2)
+        table, seq_lens = step.block_table_tensor, step.seq_lens
+        expected = oracle_mha(q[:tokens], keys, values, table, seq_lens, layout=metadata.layout, scale=0.2)
+        assert_close_to_oracle(output[:tokens], expected)
+        assert bool((output[tokens:] == 7).all())
+
+    check(caches[0], [150, 60], [150, 60])
+    check(caches[0], [151, 61], [1, 1])
+    # Both kinds of steps have been checked: from here on no op is called.
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.ops, "store_kv", lambda *args, **options: pytest.fail("an op's call"))
+        patch.setattr(ours, "mha_op", lambda *args: pytest.fail("a second check"))
+        patch.setattr(layer, "_ops", {kind: lambda *args: pytest.fail("an op's call") for kind in layer._ops})
+        check(caches[0], [152, 62], [1, 1])
+        check(caches[0], [155, 63], [3, 1])
+    # vLLM may give a layer another cache.
+    check(caches[1], [150, 60], [150, 60])
+    check(caches[1], [151, 61], [1, 1])
 
 
 def test_calls_are_counted_and_a_measuring_run_gives_zeros(custom: Any) -> None:

@@ -65,7 +65,7 @@ class CacheReader:
     Args:
         k_cache, v_cache: as for :func:`specops.ops.mha`; must be ones that :func:`specops.ops.cpu.is_native` takes.
         num_heads: of a query.
-        scale, window, softcap, sinks: as for :func:`specops.ops.mha`; ``sinks`` is contiguous.
+        scale, window, softcap, sinks: as for :func:`specops.ops.mha`.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class CacheReader:
         lib = native.library()
         if lib is None:
             raise native.NativeUnavailable("the native kernels are turned off or could not be compiled; use ops.mha")
+        sinks = None if sinks is None else sinks.contiguous()
         self._kernel, self._kept, self._dtype = lib.specops_attention, (k_cache, v_cache, sinks), k_cache.dtype
-        self._tail = (num_heads, v_cache.shape[3])
         self._memory = ctypes.create_string_buffer(ctypes.sizeof(native.Attention))
         self._view = memoryview(self._memory).cast("B")
         self._address = ctypes.addressof(self._memory)

@@ -9,7 +9,8 @@ its processes. That names specops as vLLM's ``CUSTOM`` backend, and changes noth
 How data flows. vLLM writes a step's offsets, lengths and block table into its buffers;
 :class:`~specops.integrations.vllm.backend.SpecopsMetadataBuilder` takes them as they are and only adds the layout. In each
 layer :class:`~specops.integrations.vllm.backend.SpecopsImpl` views the layer's cache as pages, stores the new keys and
-values with :func:`specops.ops.store_kv`, and attends with :func:`specops.ops.mha`.
+values with :func:`specops.ops.store_kv`, and attends with :func:`specops.ops.mha`; on CPUs it calls the kernels of these two
+ops straight (:mod:`specops.ops.prepared`).
 
 * :mod:`~specops.integrations.vllm.mapping`: views, layouts and refusals; needs no vLLM.
 * :mod:`~specops.integrations.vllm.backend`: the three classes that vLLM asks for.

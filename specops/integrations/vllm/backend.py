@@ -1,6 +1,8 @@
 """The classes that vLLM asks of an attention backend: what it takes, a step's metadata, and a layer's two calls.
 
-Nothing is copied but the result: specops' attention returns a fresh tensor, vLLM hands one over to be filled.
+Nothing is copied but the result: specops' attention returns a fresh tensor, vLLM hands one over to be filled. On a CPU the
+kernels fill that one themselves: a layer's calls of them are prepared for its cache in the first step of each kind, in which
+the ops check the call and serve it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from specops.ops import native
 from specops.ops.attention_checks import mha_op
 from specops.ops.backends import device_kind
 from specops.ops.capabilities import FLOATS, FP8
+from specops.ops.cpu import is_native
 from specops.ops.prepared import CacheReader, CacheWriter, Step, prepare_step
 
 _logger = init_logger("vllm.specops.backend")
@@ -275,7 +278,8 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
         if op is None:
             op = mha_op(rows, k_cache, v_cache, table, lens, layout, *features, self.backend)
             self._ops[kind] = op
-            if op is torch.ops.specops.cpu_mha.default and k_scale is None and self._is_native(rows, layout):
+            by_kernels = op is torch.ops.specops.cpu_mha.default and k_scale is None
+            if by_kernels and is_native(rows, k_cache, v_cache, layout, self.window, None, max_rows=None):
                 options = (self.num_heads, self.scale, self.window, self.softcap, self.sinks)
                 self._readers[kind] = CacheReader(k_cache, v_cache, *options)
         start, width = layout.query_start, layout.max_query_len
@@ -288,11 +292,6 @@ class SpecopsImpl(AttentionImpl[SpecopsMetadata]):  # type: ignore[misc]
         self._ops, self._readers = {}, {}
         plain = kv_cache.is_cpu and CACHE_DTYPES[self.kv_cache_dtype] is not FP8
         self._writer = CacheWriter(*self._views) if plain and native.library() is not None else None
-
-    def _is_native(self, query: Tensor, layout: QueryLayout) -> bool:
-        from specops.ops.cpu import is_native
-
-        return is_native(query, *self._views, layout, self.window, None, max_rows=None)
 
     def _scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
         if CACHE_DTYPES[self.kv_cache_dtype] is not FP8:

@@ -167,9 +167,9 @@ def _mla(
     planned_for = planning.plan_of(plan, backend, "mla", page_table, seq_lens, layout, num_rows, kv_cache.shape[1])
     key = MlaKey(q_latent.dtype, kv_cache.dtype, num_heads, latent_dim, q_rope.shape[2], scale)
     kernel: PlannedMla = planned_for.kernel(key, lambda owner: PlannedMla(owner, key))
-    out = torch.zeros_like(q_latent, memory_format=torch.contiguous_format)
-    if layout.is_uniform:
-        out = q_latent.new_empty(q_latent.shape)
+    # As in _mha.
+    shape, full = q_latent.shape, layout.is_uniform
+    out = q_latent.new_empty(shape) if full else torch.zeros_like(q_latent, memory_format=torch.contiguous_format)
     kernel.run(q_latent, q_rope, kv_cache[..., :latent_dim], kv_cache[..., latent_dim:], out)
     return out
 

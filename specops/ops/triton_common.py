@@ -41,11 +41,11 @@ INTERPRETED_SMS = 8
 ARENA_COUNTERS = 1 << 20
 # Tree masks up to this width are packed into one integer a row and tested in registers.
 PACKED_TREE_WIDTH = 64
-# Requests the split kernel schedules, by the size of its prefix sum: few sizes, so few compiled kernels. More requests
-# need no split.
 # See :func:`even_cut`.
 EVEN_SLACK = tl.constexpr(8)
-SCHEDULE_SIZES = (32, 128, 1024, 8192)
+# Requests the split kernel schedules, by the size of its prefix sum: few sizes, so few compiled kernels. More requests
+# need no split.
+SCHEDULE_SIZES = (32, 256, 8192)
 MAX_SCHEDULED_REQUESTS = SCHEDULE_SIZES[-1]
 
 

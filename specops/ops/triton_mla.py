@@ -88,9 +88,10 @@ def _with_roles(rows: int, batch: int, splits: int) -> Tiling:
     H200, 2026-11-29, 4 rows, 4096 keys, us. Where units are split, the second kernel was most of what FlashInfer's fa3 was
     faster by: with threads that own columns (``wide_merge``) and rounded partial results, 8 and 32 requests of 16 heads went
     from 30.4 and 64.6 to 21.7 and 53.0, 1 and 8 of 128 heads from 25.1 and 63.3 to 16.8 and 61.3. The even cut costs some of
-    that, 23.1 and 56.4, and is worth it where lengths differ: one request of 32768 keys among 31 of 512 takes 48.8, and 240
-    with equally many programs each. Holding values back pays where tiles share keys, so that products and not copies take
-    the time: 32 requests of 128 heads 235.9, 262.1 without; 128 requests of 16 heads 161.1, 158.6 without.
+    that, 23.1 and 56.4 and 64.6, and is worth it where lengths differ: one request of 32768 keys among 31 of 512 takes 48.8,
+    240 with equally many programs each; among 7, with 128 heads, 108 and 382. Holding values back pays where tiles share
+    keys, so that products and not copies take the time: 32 requests of 128 heads 235.9, 262.1 without; 128 of 16 heads
+    161.1, 158.6 without.
 
     Args:
         rows: as for :func:`choose_tiling`.
@@ -99,7 +100,7 @@ def _with_roles(rows: int, batch: int, splits: int) -> Tiling:
     """
     shared_keys = rows > TILE_ROWS
     merged = splits >= 2
-    even = merged and batch > 1 and not shared_keys
+    even = merged and batch > 1 and rows <= DIRECT_ROWS
     return Tiling(
         TILE_ROWS,
         64,

@@ -320,7 +320,7 @@ def test_sampling_rounds_are_captured_and_give_the_answers_of_eager_rounds(param
     graphs, eager = (run.generate(PROMPTS, max_new_tokens=COUNT, sampling=params, logprobs=True) for run in runs)
     assert [r.tokens for r in graphs] == [r.tokens for r in eager]
     reports = runs[0].warm_up(sampling=[SamplingParams(), WARM, FILTERED, NUCLEUS])
-    assert set(reports) == {"round", "round_sampled", "round_top_k", "round_filtered"}
+    assert set(reports) == {"prefill", "round", "round_sampled", "round_top_k", "round_filtered"}
     assert all(report.captured for report in reports.values())
 
 

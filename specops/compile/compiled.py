@@ -1,38 +1,139 @@
-"""A step under ``torch.compile``: with a code object of its own, and without guards that a runner answers for."""
+"""A step under ``torch.compile``: with a code object of its own, and without guards that a runner answers for.
+
+For ``mode="reduce-overhead"`` there is a shorter way to torch's own graphs, too. ``torch.compile`` binds arguments, sets up
+its frame hook, asks guards and fetches weights before it calls what its backend made, all of which has one answer for a
+runner's static buffers. So the backend is a function of ours (a public means of torch) around inductor's: :class:`LastCall`
+sees what is called, and a :class:`BareCall` calls that by itself. What is below, torch's trees of graphs, stays.
+"""
 
 from __future__ import annotations
 
 import collections
 import ctypes
+import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specops.compile.static_tensors import modules_of
+
 # Guards beside those on the step's arguments.
 _KEPT = ("SHAPE_ENV", "GRAD_MODE")
 _TREES = ("tree_manager_containers", "tree_manager_locks")
+# Whether a thread has its trees.
+_OWNERS = threading.local()
+# Before this CUDA, profilers and graphs do not go together unless this is set, which torch's name of the mode does, too.
+_CUPTI_FROM = (12, 6)
+_CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 
 
-def compiled(step: nn.Module, backend: str, graphs: bool) -> Callable[..., tuple[Tensor, ...]]:
+def compiled(step: nn.Module, backend: str, last_call: LastCall | None = None) -> Callable[..., tuple[Tensor, ...]]:
     """``step`` compiled in one piece.
 
     Args:
         step: takes its arguments by name.
         backend: of ``torch.compile``.
-        graphs: inductor makes CUDA graphs of it, and only its arguments are guarded (:func:`argument_guards`).
+        last_call: makes ``mode="reduce-overhead"`` of it: inductor makes CUDA graphs, only the step's arguments are guarded
+            (:func:`argument_guards`), and calls of the code are seen here.
     """
     options: dict[str, Any] = {}
-    if graphs:
-        options = {**torch._inductor.list_mode_options("reduce-overhead"), "guard_filter_fn": argument_guards}
+    name: Any = backend
+    if last_call is not None:
+        name, options = last_call.backend(backend), {"guard_filter_fn": argument_guards}
     code: Callable[..., tuple[Tensor, ...]] = torch.compile(
-        own_code(step), backend=backend, fullgraph=True, options=options or None
+        own_code(step), backend=name, fullgraph=True, options=options or None
     )
     return code
+
+
+class LastCall:
+    """The latest call of code that a backend made for ``torch.compile``, with what ``torch.compile`` passed to it.
+
+    Attributes:
+        watching: whether calls are kept; nothing is kept alive otherwise.
+        seen: the code, its inputs (tensors and numbers) and its outputs; None if there was no call.
+    """
+
+    def __init__(self) -> None:
+        self.watching = False
+        self.seen: tuple[Callable[..., Sequence[Any]], tuple[Any, ...], Sequence[Any]] | None = None
+
+    def backend(self, name: str) -> Callable[..., Callable[..., Sequence[Any]]]:
+        """The backend ``name``, inductor's with graphs, as a function for ``torch.compile``."""
+        make = torch._dynamo.lookup_backend(name)
+        given: dict[str, Any] = {}
+        if name == "inductor":
+            # Sizes are those of static buffers; asserts on them would stand before every replay.
+            patches = {**torch._inductor.list_mode_options("reduce-overhead"), "size_asserts": False}
+            given = {"config_patches": patches}
+            if torch.version.cuda is not None and tuple(map(int, torch.version.cuda.split(".")[:2])) < _CUPTI_FROM:
+                os.environ.update(_CUPTI)
+
+        def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+            code = make(graph, inputs, **given)  # type: ignore[arg-type]
+
+            def call(*inputs: Any) -> Sequence[Any]:
+                outputs: Sequence[Any] = code(*inputs)
+                if self.watching:
+                    self.seen = code, inputs, outputs
+                return outputs
+
+            return call
+
+        return compile_graph
+
+    def bare(self, module: nn.Module, views: Mapping[str, Tensor], results: Sequence[Tensor]) -> BareCall | None:
+        """What repeats the call that was seen, which is forgotten; None if it can't be repeated.
+
+        Args:
+            module: whose parameters and buffers are inputs, as :class:`StaticTensors` watches them.
+            views: what the step was called with; the rest of the inputs.
+            results: what the step returned.
+        """
+        seen, self.seen = self.seen, None
+        if seen is None:
+            return None
+        code, inputs, outputs = seen
+        known: dict[int, tuple[Any, Any]] = {}
+        for _, owner in modules_of(module):
+            for holder in (owner._parameters, owner._buffers):
+                known.update({id(tensor): (holder, name) for name, tensor in holder.items() if tensor is not None})
+        known.update({id(view): (views, name) for name, view in views.items()})
+        numbers = {place: given for place, given in enumerate(inputs) if type(given) is int}
+        found = [
+            (numbers, place) if place in numbers else known.get(id(given), (None, None))
+            for place, given in enumerate(inputs)
+        ]
+        places = {id(output): place for place, output in enumerate(outputs)}
+        order = [places.get(id(result), -1) for result in results]
+        if any(holder is None for holder, _ in found) or -1 in order:
+            return None
+        return BareCall(code, [holder for holder, _ in found], [name for _, name in found], order)
+
+
+class BareCall:
+    """Compiled code called again, without ``torch.compile``. Keeps no weight and no cache alive.
+
+    Whoever calls it answers for all inputs being as they were, in grad mode off.
+
+    Args:
+        code: takes its inputs by place.
+        holders, names: where each input is found.
+        order: which of its outputs are the step's.
+    """
+
+    def __init__(self, code: Callable[..., Sequence[Any]], holders: list[Any], names: list[Any], order: list[int]) -> None:
+        self.code, self.holders, self.names, self.order = code, holders, names, order
+
+    def __call__(self) -> list[Tensor]:
+        outputs = self.code(*map(getitem, self.holders, self.names))
+        return [outputs[place] for place in self.order]
 
 
 def own_graph_trees() -> None:
@@ -41,6 +142,8 @@ def own_graph_trees() -> None:
     torch keeps those of ``mode="reduce-overhead"`` per thread. Up to 2.11 only the thread that imported its compiler and
     those of autograd had them, and any other failed on an assertion without a word. It then records graphs of its own.
     """
+    if getattr(_OWNERS, "done", False):
+        return
     first = "torch._inductor.cudagraph_trees" not in sys.modules
     from torch._inductor import cudagraph_trees
 
@@ -49,6 +152,7 @@ def own_graph_trees() -> None:
         # thread ends, which ends the process.
         for name in filter(torch._C._is_key_in_tls, _TREES):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch._C._get_obj_in_tls(name)))
+    _OWNERS.done = True
     local = cudagraph_trees.local
     if hasattr(local, _TREES[0]) or torch._C._is_key_in_tls(_TREES[0]):
         return

@@ -81,15 +81,51 @@ class HandOver:
 
     def __call__(self, as_views: bool) -> list[Tensor]:
         """Fresh tensors, or graph memory."""
+        return list(self.live) if as_views else _fresh(self.live, self.launch)
+
+
+class HandOverLeft:
+    """Hands over the live rows of outputs that torch's own graphs make anew at each replay, mostly in the same memory.
+
+    None of them is kept: torch minds which are alive.
+
+    Args:
+        num_requests, bucket: live and padded rows.
+        copy: copies outputs by requests, if it fits them.
+
+    Attributes:
+        left: what the latest replay left, put here by it.
+    """
+
+    def __init__(self, num_requests: int, bucket: int, copy: FusedCopy | None = None) -> None:
+        self.num_requests, self.bucket, self.copy = num_requests, bucket, copy
+        self.left: Sequence[Tensor] = ()
+        self.launch: PreparedLaunch | None = None
+        self._addresses: list[int] = []
+
+    def __call__(self, as_views: bool) -> list[Tensor]:
+        """As :meth:`HandOver.__call__`."""
+        live, self.left = unpad(self.left, self.num_requests, self.bucket), ()
         if as_views:
-            return list(self.live)
-        launch = self.launch
-        if launch is not None:
-            fresh = list(map(torch.empty_like, self.live))
-            stream = raw_stream(fresh[0].get_device())
-            if stream is not None and launch.fire(list(map(_ADDRESS, fresh)), stream):
-                return fresh
-        return [output.clone() for output in self.live]
+            return live
+        addresses = list(map(_ADDRESS, live))
+        if addresses != self._addresses:
+            small = sum(output.nbytes for output in live) <= FUSED_BYTES
+            known = self.copy is not None and small and all(map(_CONTIGUOUS, live))
+            count = self.num_requests
+            self.launch = self.copy.prepare(live, None, count, count) if known and self.copy is not None else None
+            self._addresses = addresses
+        return _fresh(live, self.launch)
+
+
+def _fresh(live: Sequence[Tensor], launch: PreparedLaunch | None) -> list[Tensor]:
+    """Copies, by one launch if there is one."""
+    if launch is not None:
+        fresh = list(map(torch.empty_like, live))
+        stream = raw_stream(fresh[0].get_device())
+        if stream is not None and launch.fire(list(map(_ADDRESS, fresh)), stream):
+            return fresh
+    return [output.clone() for output in live]
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +138,7 @@ class Ready:
         views: static buffers of the bucket.
         entry: the bucket's line of the report.
         stage: fills the static buffers.
-        replay: runs the captured graph; None when the compiled step is called instead.
+        replay: runs the graph, be it captured or torch's own; None when the compiled step is called instead.
         hand_over: hands over what the graph left.
         prepared: the launch that stages a batch, where there is one and nothing else is to be done before a replay.
     """
@@ -113,7 +149,7 @@ class Ready:
     entry: BucketReport
     stage: Staging
     replay: Callable[[], None] | None = None
-    hand_over: HandOver | None = None
+    hand_over: HandOver | HandOverLeft | None = None
     prepared: PreparedLaunch | None = None
 
 

@@ -14,7 +14,7 @@ _ADDRESS = Tensor.data_ptr
 
 
 class StaticTensors:
-    """Addresses of a module's parameters and buffers at capture.
+    """Addresses of a module's parameters and buffers at capture, those of modules that it borrows included.
 
     A graph reads those addresses for ever, so a module that was moved, cast, or given a new cache must be recorded again.
     In-place changes of values (``copy_``, ``load_state_dict``) keep the address and are seen by the graph.
@@ -36,7 +36,8 @@ class StaticTensors:
     def __init__(self, module: nn.Module) -> None:
         children: list[tuple[str, dict[str, Any]]] = []
         places: list[tuple[str, dict[str, Any], str]] = []
-        for prefix, owner in module.named_modules():
+        owners = modules_of(module)
+        for prefix, owner in owners:
             if owner._modules:
                 children.append((prefix, owner._modules))
             for holder in (owner._parameters, owner._buffers):
@@ -56,6 +57,10 @@ class StaticTensors:
             # A torch that makes the Python side of a storage anew each time it is asked for: dtypes and shapes must tell.
             self._freed, self._storages, at = [], [], self._at
             self._at = lambda current, *known: at(current, *known) and list(map(_form, current)) == self._forms
+        # A module that is borrowed is no child of anything: that it was let go of is all that can be seen.
+        own = set(map(id, module.modules()))
+        borrowed = [(prefix, owner) for prefix, owner in owners if id(owner) not in own]
+        self._borrowed = [(prefix, weakref.ref(owner, self._freed.append)) for prefix, owner in borrowed]
         self.in_place = self._check()
 
     def moved(self) -> str | None:
@@ -101,7 +106,29 @@ class StaticTensors:
             tensor = holder.get(name)
             if tensor is None or tensor.data_ptr() != address or _form(tensor) != form:
                 return label
-        return next(label for label, storage in zip(self._labels, self._storages, strict=True) if storage() is None)
+        gone = [label for label, storage in zip(self._labels, self._storages, strict=False) if storage() is None]
+        return (gone or [prefix for prefix, owner in self._borrowed if owner() is None])[0]
+
+
+def modules_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module, its children and theirs, with names; and modules that one of them keeps in a tuple or list.
+
+    Such are borrowed: a head's embedding is its target's and no child of it, while its graph reads it all the same.
+    """
+    found: dict[int, tuple[str, nn.Module]] = {}
+    waiting = [("", module)]
+    while waiting:
+        start, root = waiting.pop()
+        for name, owner in root.named_modules():
+            prefix = _joined(start, name) if name else start
+            if id(owner) in found:
+                continue
+            found[id(owner)] = (prefix, owner)
+            for attribute, value in vars(owner).items():
+                if isinstance(value, (tuple, list)):
+                    borrowed = [item for item in value if isinstance(item, nn.Module)]
+                    waiting.extend((_joined(prefix, attribute), item) for item in borrowed)
+    return list(found.values())
 
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:

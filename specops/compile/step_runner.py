@@ -6,7 +6,8 @@ capture and replay have nothing else to agree on.
 
 Modes, with equal results:
 
-* ``"reduce-overhead"``: ``torch.compile(mode="reduce-overhead")``; torch keeps the graphs.
+* ``"reduce-overhead"``: ``torch.compile(mode="reduce-overhead")``; torch keeps the graphs. After warm-up its
+  code is called by itself, without guards.
 * ``"direct"``: the same compiled step, captured here into one CUDA graph a bucket, all in one memory pool. A replay
   skips torch's guards and tree bookkeeping.
 * ``"eager"``: no compiler, no graph.
@@ -32,10 +33,10 @@ from specops.compile.ahead import run_ahead
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
 from specops.compile.capture import bound_replay, capture_stream, captures, capturing
-from specops.compile.compiled import compiled, own_graph_trees
+from specops.compile.compiled import BareCall, LastCall, compiled, own_graph_trees
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
-from specops.compile.ready import CopyIn, HandOver, Ready, Staging, copy_of_outputs
+from specops.compile.ready import CopyIn, HandOver, HandOverLeft, Ready, Staging, copy_of_outputs
 from specops.compile.short_way import ShortWay, native_way
 from specops.compile.static_tensors import StaticTensors, weak_reference
 from specops.ops.contracts import has_triton
@@ -134,6 +135,8 @@ class StepRunner:
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
         self._views: dict[int, dict[str, Tensor]] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
+        # What calls torch's own graphs, by bucket.
+        self._last_call, self._bare = LastCall(), dict[int, BareCall]()
         self._statics: StaticTensors | None = None
         self._obstacles: list[str] | None = None
         self._forms: dict[Any, int] = {}
@@ -302,6 +305,9 @@ class StepRunner:
                 ready.replay = bound_replay(graph)
                 ready.hand_over = HandOver(outputs, num_requests, bucket, self._copy_outputs)
                 ready.prepared = launch if self._make_plan is None else None
+            elif bucket in self._bare and self._bucket_reports[bucket].captured:
+                left = HandOverLeft(num_requests, bucket, self._copy_outputs)
+                ready.replay, ready.hand_over, ready.prepared = self._bare_replay(ready, left), left, launch
             self._ready[num_requests] = ready
             return ready
 
@@ -313,6 +319,30 @@ class StepRunner:
             self._short[rows] = ShortWay(ready, self._statics, fields[0].get_device())
         if rows in self._short and self._short[rows].ready is ready:
             self._short[rows].learn(fields)
+
+    def _bare_replay(self, ready: Ready, left: HandOverLeft) -> Callable[[], None]:
+        """What replays torch's own graph: a new step is marked and the compiled code called, nothing else."""
+        mark, call, grad = torch.compiler.cudagraph_mark_step_begin, self._bare[ready.bucket], torch.is_grad_enabled
+
+        def replay() -> None:
+            own_graph_trees()
+            mark()  # type: ignore[no-untyped-call]
+            try:
+                if grad():
+                    with torch.no_grad():
+                        left.left = call()
+                else:
+                    left.left = call()
+            except AssertionError:
+                # Its graphs are no more (torch._dynamo.reset). torch.compile compiles again, which is told.
+                ready.replay = anew
+                anew()
+
+        def anew() -> None:
+            with torch.no_grad():
+                left.left = self._run_compiled(ready.views, ready.bucket)
+
+        return replay
 
     def _run_compiled(self, views: Mapping[str, Tensor], bucket: int) -> list[Tensor]:
         before = report.compiled_graphs()
@@ -340,6 +370,7 @@ class StepRunner:
         """Weights or caches have new addresses: graphs that read the old ones must not be replayed."""
         self._losses.tell(f"{moved} has moved since capture; recording again")
         self._graphs.clear()
+        self._bare.clear()
         self._ready.clear()
         self._short.clear()
         self._plans.clear()
@@ -388,11 +419,7 @@ class StepRunner:
             self._call_compiled({**views, **self._planned(views)})
             return f"{self.device.type} has no CUDA graphs"
         if self.mode == "reduce-overhead":
-            # torch warms up at the first call of a shape, records at the second and replays from then on.
-            for _ in range(3):
-                handle = self._planned(views)
-                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-                self._call_compiled({**views, **handle})
+            self._record_by_torch(size, views)
             return None
         stream = capture_stream(self.device)
         handle = self._planned(views)
@@ -413,15 +440,33 @@ class StepRunner:
         self._graphs[size] = (graph, [weak_reference(output) for output in outputs])
         return None
 
+    def _record_by_torch(self, size: int, views: Mapping[str, Tensor]) -> None:
+        """Have torch record; it warms up at the first call of a shape, records at the second and replays from then on."""
+        outputs: list[Tensor] = []
+        try:
+            for self._last_call.watching in (False, False, True):
+                outputs.clear()
+                handle = self._planned(views)
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+                outputs += self._call_compiled({**views, **handle})
+        finally:
+            self._last_call.watching = False
+        bare = self._last_call.bare(self.step, views, outputs)
+        if bare is not None:
+            self._bare[size] = bare
+        if size == self.max_requests and hasattr(self._stage, "prepare"):
+            self._copy_outputs = copy_of_outputs(outputs, size)
+
     def _prime(self) -> None:
         """Compile what stages batches and hands outputs over, so that no call has to."""
         self._staged = None
         if not self._uses_graphs:
             return
         self._stage(self._bucket_views(self.max_requests), self._idle_batch(), 1, 1)
-        captured = self._graphs.get(self.max_requests)
-        if captured is not None and hasattr(self._stage, "prepare"):
-            self._copy_outputs = copy_of_outputs(captured[1], self.max_requests)
+        if hasattr(self._stage, "prepare"):
+            captured = self._graphs.get(self.max_requests)
+            if captured is not None:
+                self._copy_outputs = copy_of_outputs(captured[1], self.max_requests)
             native_way()
 
     def _call_compiled(self, views: Mapping[str, Tensor]) -> list[Tensor]:
@@ -429,7 +474,7 @@ class StepRunner:
         if graphs:
             own_graph_trees()
         if self._compiled is None:
-            self._compiled = compiled(self.step, self.compiler, graphs)
+            self._compiled = compiled(self.step, self.compiler, self._last_call if graphs else None)
         return list(self._compiled(**views))
 
     def _eager(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -82,13 +82,15 @@ def test_a_runner_stages_and_hands_over_by_prepared_launches(mode: str) -> None:
         torch.testing.assert_close(out.hidden_states, expected[1], rtol=1e-3, atol=1e-4)
         ready = runner.runner._ready[len(lens)]
         assert ready.stage.launch is not None
-        assert (ready.hand_over is not None and ready.hand_over.launch is not None) == (mode == "direct")
+        assert ready.hand_over is not None
+        assert ready.hand_over.launch is not None
 
 
+@pytest.mark.parametrize("mode", ["direct", "reduce-overhead"])
 @pytest.mark.parametrize("outputs", ["copy", "view"])
-def test_a_known_form_goes_the_short_way_in_c(outputs: str) -> None:
+def test_a_known_form_goes_the_short_way_in_c(outputs: str, mode: str) -> None:
     draft = tiny_draft(400, device="cuda")
-    runner = runner_for(draft, "direct", strict=True, outputs=outputs)
+    runner = runner_for(draft, mode, strict=True, outputs=outputs)
     runner.warm_up()
     inner = runner.runner
     long: list[int] = []
@@ -150,6 +152,39 @@ def test_captures_compile_no_kernel_of_an_op(mode: str, monkeypatch: pytest.Monk
     assert ahead[0] > 0
     assert [module for module in kernels[ahead[0] :] if "specops.ops" in module] == []
     assert all(torch.equal(cache.k, then) for cache, then in zip(draft.caches, before, strict=True)), "padding wrote a page"
+
+
+def test_torchs_own_graphs_are_replayed_without_torch_compile() -> None:
+    from torch._inductor import cudagraph_trees
+
+    draft = tiny_draft(400, device="cuda")
+    runner = runner_for(draft, "reduce-overhead", strict=True)
+    runner.warm_up()
+    inner = runner.runner
+    assert set(inner._bare) == {1, 2, 4}
+    nodes = cudagraph_trees.get_manager(torch.cuda.current_device())
+    assert nodes is not None
+    recorded = sum(map(len, nodes.roots.values()))
+    assert recorded == 3
+    inner._compiled = None
+    for thread in (False, True):
+        for seed, count in enumerate((1, 4, 2, 3, 3, 1)):
+            batch = batch_of([12] * count, [2] * count, device="cuda", seed=seed)
+            fill(draft)
+            expected = plain(draft, batch)
+            fill(draft)
+            out: list[Any] = []
+            if thread:
+                worker = threading.Thread(target=lambda out=out, batch=batch: out.append(runner(batch)))
+                worker.start()
+                worker.join()
+            else:
+                out.append(runner(batch))
+            torch.cuda.synchronize()
+            torch.testing.assert_close(out[0].next_token_logits, expected[0], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(out[0].hidden_states, expected[1], rtol=1e-3, atol=1e-4)
+    assert sum(map(len, nodes.roots.values())) == recorded, "replayed, not recorded again"
+    assert inner._compiled is None
 
 
 def test_addresses_are_checked_by_torch_itself() -> None:

@@ -5,6 +5,7 @@ Run alone: pytest tests/compile/test_static_tensors.py
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -209,3 +210,24 @@ def test_torchs_own_check_is_used_where_it_proves_right(monkeypatch: pytest.Monk
     assert at([first], *known)
     assert not at([second], *known)
     assert used == (2 if kind == "right" else 0)
+
+
+def test_what_a_module_borrows_is_watched_and_named() -> None:
+    """A head's embedding is its target's, kept in a tuple, and its graph reads it all the same."""
+    target, head = model(), nn.Module()
+    head.shared, head.none = (target[0], 3), ()
+    own = nn.Sequential(head)
+    statics = StaticTensors(own)
+    assert statics.moved() is None
+    target[0].proj.weight.data = target[0].proj.weight.data.clone()
+    assert statics.moved() == "0.shared.proj.weight"
+    statics = StaticTensors(own)
+    target[0].k.add_(1)
+    assert statics.moved() is None
+    target[1].k = torch.zeros(3, 4)
+    assert statics.moved() is None, "it reads nothing of the other one"
+    head.shared = ()
+    assert statics.moved() is None, "somebody has it still"
+    del target
+    gc.collect()
+    assert statics.moved() == "0.shared"

@@ -1,0 +1,308 @@
+"""torch's own graphs called without torch.compile: what is called, what is kept alive, what happens when it can't be.
+
+Graphs are pretended, the compiler only traces. Run alone: pytest tests/compile/test_bare_call.py
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="the staging kernel is a Triton kernel")
+
+from specops.batch import Field, FieldTable
+from specops.compile import GraphLost, StepRunner, launch, ready
+from specops.compile.ready import HandOverLeft
+from specops.compile.staging import FusedCopy, FusedStaging
+from tests.compile.fakes import FakeDriver, as_library, kernel
+
+
+class Step(nn.Module):
+    """Results in another order than they are computed in, one of them twice; borrows a weight, counts its runs."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers)).requires_grad_(False)
+        self.register_buffer("runs", torch.zeros(1))
+        self._shared = (nn.Linear(4, 4).requires_grad_(False),)
+
+    def forward(self, **views: Tensor) -> tuple[Tensor, ...]:
+        x: Any = sum(views.values())
+        self.runs.add_(1)
+        for layer in self.layers:
+            x = layer(x)
+        y = self._shared[0](x)
+        return y, x, y
+
+
+def table_of(num_fields: int) -> FieldTable:
+    return FieldTable(tuple(Field(f"f{i}", "request", (4,), torch.float32) for i in range(num_fields)), 1)
+
+
+def warm_runner(
+    patch: pytest.MonkeyPatch, step: nn.Module | None = None, num_fields: int = 2, **options: Any
+) -> tuple[StepRunner, FakeDriver]:
+    table = table_of(num_fields)
+    options = {"max_requests": 4, "buckets": [1, 2, 4], "compiler": "eager", "ahead": False, **options}
+    runner = StepRunner(step or Step(), table, device="cpu", mode="reduce-overhead", **options)
+    runner._uses_graphs = True
+    driver = FakeDriver([16] * num_fields, [b"\0"] * num_fields)
+    for module in (launch, ready):
+        patch.setattr(module, "raw_stream", lambda index: 5)
+    patch.setattr(launch, "_driver", lambda: as_library(driver))
+    # Functions without Python, as torch's are.
+    patch.setattr(launch, "device_functions", lambda: ((-1).__index__, [5].__getitem__))
+    patch.setattr(runner, "_reserved_bytes", lambda: 0)
+    patch.setattr(runner, "_prime", lambda: None)
+    runner._stage = table.copy_in
+    runner.warm_up()
+    runner._staged = None
+    fused = FusedStaging(table)
+    fused.copy._kernel = kernel()
+    runner._stage = fused
+    return runner, driver
+
+
+def batch_of(count: int, seed: int = 0, num_fields: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, 4, generator=generator) for _ in range(num_fields)]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_calls_behind_warm_up_are_calls_of_the_code_alone(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step()
+    runner, driver = warm_runner(monkeypatch, step)
+    assert runner.explain().captured
+    monkeypatch.setattr(runner, "_compiled", None)
+    monkeypatch.setattr(runner, "_run_compiled", None)
+    with torch.set_grad_enabled(grad):
+        for seed, count in enumerate([3, 3, 1, 4, 2, 3, 1]):
+            batch = batch_of(count, seed)
+            runs = int(step.runs)
+            out = runner.run(batch)
+            assert int(step.runs) == runs + 1
+            hidden = step.layers[0](batch[0] + batch[1])
+            wanted = [step._shared[0](hidden), hidden, step._shared[0](hidden)]
+            torch.testing.assert_close(out, wanted)
+            assert not any(tensor.requires_grad for tensor in out)
+    assert {b.num_requests: b.replays for b in runner.explain().buckets} == {1: 2, 2: 1, 4: 4}
+    assert len(driver.launches) == 7
+    assert runner.explain().recompiles == []
+
+
+def test_each_call_marks_a_new_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    runner, _ = warm_runner(monkeypatch)
+    before = MarkStepBox.mark_step_counter
+    for _ in range(3):
+        runner.run(batch_of(2))
+    assert MarkStepBox.mark_step_counter == before - 3
+
+
+def test_python_functions_before_the_code_are_few_whatever_the_number_of_fields_and_weights() -> None:
+    def calls(num_fields: int, layers: int) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            runner, driver = warm_runner(patch, Step(layers), num_fields)
+            batch = batch_of(2, num_fields=num_fields)
+            runner.run(batch)
+            assert runner._short[2].native, "it needs a C compiler and Python's headers"
+            bare, code = runner._bare[2], runner._bare[2].code
+            count, inside, counts = 0, 0, []
+
+            def replayed(*inputs: Any) -> Sequence[Any]:
+                counts.append(count)
+                return code(*inputs)
+
+            bare.code = replayed
+            launched = driver.cuLaunchKernel
+
+            def launch_kernel(*args: Any) -> int:
+                nonlocal inside
+                before = count
+                error = launched(*args)
+                inside = count - before + 2
+                return error
+
+            driver.cuLaunchKernel = launch_kernel  # type: ignore[method-assign]
+
+            def profile(frame: object, event: str, arg: object) -> None:
+                nonlocal count
+                count += event == "call"
+
+            with torch.no_grad():
+                sys.setprofile(profile)
+                try:
+                    runner.run(batch)
+                finally:
+                    sys.setprofile(None)
+            return counts[0] - inside
+
+    few = calls(2, 1)
+    assert calls(8, 40) == few
+    # run; the check of addresses, which CUDA builds have in C; replay, trees, both of mark_step_begin, the call, the code.
+    assert few <= 9
+
+
+def test_nothing_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step()
+    runner, _ = warm_runner(monkeypatch, step)
+    out = runner.run(batch_of(3))
+    held = [weakref.ref(tensor) for tensor in (step.layers[0].weight, *out)]
+    graph_outputs = runner._ready[3].hand_over
+    assert isinstance(graph_outputs, HandOverLeft)
+    assert graph_outputs.left == ()
+    assert runner._last_call.seen is None
+    del out
+    step.layers[0].weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
+@pytest.mark.parametrize("what", ["own", "borrowed", "borrowed module"])
+def test_f26_a_weight_that_moves_is_recorded_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step()
+    runner, _ = warm_runner(monkeypatch, step)
+    for _ in range(2):
+        runner.run(batch_of(2))
+    if what == "own":
+        step.layers[0].weight.data = step.layers[0].weight.data.clone()
+    elif what == "borrowed":
+        step._shared[0].weight.data = step._shared[0].weight.data.clone()
+    else:
+        step._shared = (nn.Linear(4, 4).requires_grad_(False),)
+        gc.collect()
+    # As at the warm-up before: Triton can't launch here.
+    runner._stage = runner.table.copy_in
+    with pytest.warns(GraphLost, match=r"(weight|_shared) has moved since capture; recording again"):
+        out = runner.run(batch_of(2))
+    x = step.layers[0](sum(batch_of(2)))
+    torch.testing.assert_close(out, [step._shared[0](x), x, step._shared[0](x)])
+
+
+def test_when_torch_has_reset_its_graphs_it_compiles_again_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step()
+    runner, _ = warm_runner(monkeypatch, step)
+    expected = runner.run(batch_of(2))
+
+    def gone(*inputs: Any) -> Any:
+        raise AssertionError("Running CUDAGraph after shutdown")
+
+    torch._dynamo.reset()
+    runner._bare[2].code = gone
+    with pytest.warns(GraphLost, match="recompiled for 2 requests after warm-up"):
+        torch.testing.assert_close(runner.run(batch_of(2)), expected)
+    torch.testing.assert_close(runner.run(batch_of(2)), expected)
+    assert len(runner.explain().recompiles) == 1
+
+
+def test_a_bucket_without_a_graph_goes_through_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specops.compile import report
+
+    skipped = iter(range(100))
+    monkeypatch.setattr(report, "skipped_graphs", lambda: next(skipped))
+    with pytest.warns(GraphLost, match="no CUDA graph for"):
+        runner, _ = warm_runner(monkeypatch)
+    assert [runner.run(batch_of(3))[0].shape for _ in range(3)] == [(3, 4)] * 3
+    assert not runner._short
+
+
+class Odd(Step):
+    """Reads a tensor that is no parameter, no buffer and no argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.ones(4)
+
+    def forward(self, **views: Tensor) -> tuple[Tensor, ...]:
+        return (super().forward(**views)[0] + self.bias,)
+
+
+def test_an_input_that_has_no_name_leaves_calls_to_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Odd()
+    runner, _ = warm_runner(monkeypatch, step)
+    assert not runner._bare
+    for seed in range(3):
+        batch = batch_of(3, seed)
+        torch.testing.assert_close(runner.run(batch), [step._shared[0](step.layers[0](batch[0] + batch[1])) + 1])
+
+
+def test_outputs_that_torch_leaves_are_copied_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver([16, 8], [b"\0"] * 2)
+    monkeypatch.setattr(launch, "_driver", lambda: as_library(driver))
+    monkeypatch.setattr(ready, "raw_stream", lambda index: 5)
+    copy = FusedCopy([16, 8])
+    copy._kernel = kernel()
+    hand_over = HandOverLeft(3, 4, copy)
+    for seed in range(3):
+        if seed != 1:
+            graph = [torch.randn(4, 4), torch.randn(4, 2)]
+        hand_over.left = [tensor[:] for tensor in graph]
+        out = hand_over(False)
+        assert all(torch.equal(got, tensor[:3]) for got, tensor in zip(out, graph, strict=True))
+        assert not {tensor.data_ptr() for tensor in out} & {tensor.data_ptr() for tensor in graph}
+    assert len(driver.launches) == 3
+    hand_over.left = graph
+    assert [view.data_ptr() for view in hand_over(True)] == [tensor.data_ptr() for tensor in graph]
+
+
+TREES = """
+    import ctypes, gc, sys, threading
+    import torch
+    from specops.compile.compiled import own_graph_trees
+
+    names = ("tree_manager_containers", "tree_manager_locks")
+    # torch 2.11 stashes without a reference of its own, later ones take one. They do as 2.11 here.
+    stash, probe = torch._C._stash_obj_in_tls, object()
+    before = sys.getrefcount(probe)
+    stash("a probe", probe)
+    takes = sys.getrefcount(probe) > before
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+
+    def stash_as_before(name, item):
+        stash(name, item)
+        if takes:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(item))
+
+    torch._C._stash_obj_in_tls = stash_as_before
+    held = []
+
+    def work():
+        assert "torch._inductor.cudagraph_trees" not in sys.modules
+        own_graph_trees()
+        held.extend(torch._C._get_obj_in_tls(name) for name in names)
+        own_graph_trees()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    del thread
+    gc.collect()
+    # The list, and getrefcount's own argument: less means that the end of the thread gave up what it did not hold.
+    counts = [sys.getrefcount(held[index]) for index in range(len(names))]
+    assert all(count >= 2 for count in counts), counts
+    print(counts, [type(item).__name__ for item in held])
+    from torch._inductor import cudagraph_trees
+    own_graph_trees()
+    assert cudagraph_trees.get_obj(cudagraph_trees.local, names[0]) == {}
+    assert type(held[0]) is dict
+    held.clear()
+    gc.collect()
+    print("alive")
+"""
+
+
+def test_a_thread_that_ends_takes_no_reference_with_it_that_is_not_its_own() -> None:
+    """torch stashes what belongs to the thread that imports its trees of graphs, without a reference of its own."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(TREES)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("alive\n")

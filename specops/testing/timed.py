@@ -40,6 +40,9 @@ def run_within(seconds: float, call: Callable[[], Result]) -> Result:
     raised: list[BaseException] = []
     context = contextvars.copy_context()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    if device is not None:
+        # What is imported with them is better imported by a thread that stays.
+        own_graph_trees()
 
     def work() -> None:
         try:

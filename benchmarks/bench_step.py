@@ -10,15 +10,18 @@ The draft has one layer over hidden 4096; every request has 4 rows and 512 keys.
 * reduce-overhead, direct, direct view: the runner, staging and unpadding included; ``view`` hands over graph memory.
 * raw graph: the direct runner's own graph replayed over static inputs; what no runner can go below.
 
-``latency`` is a call that is waited for, ``host`` the time a call keeps the host busy (from calls nobody waits for),
-``back to back`` the time of a call when the next one is already queued, each a median. Ways that are compared with the raw
-graph are timed in turn with it, call by call, so that a change of clocks meets all of them. ``before replay`` is the part of
-the host's time that a direct call spends before its graph is launched, which is what it adds to the latency besides copies;
-``parts`` are pieces of it, each called by itself and warm. Warm-up is a runner of 20 buckets and more, the first thing that
-this process does, with empty compile caches. Graph memory is what the allocator has reserved more, device memory what the
-driver has given out. ``--cold`` starts further processes: one that warms up one bucket with empty caches, then two at once
-with the caches of this process's warm-up, and with those that it saved to a file. The file is written after each row.
-Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason. On an H200 this takes some 100 s.
+``latency`` is a call that is waited for, ``host`` the time a call keeps the host busy (from calls nobody waits for), ``back
+to back`` the time of a call when the next one is already queued, each a median. Ways that are compared with the raw graph
+are timed in turn with it, call by call, so that a change of clocks meets all of them. ``before replay`` is the part of the
+host's time that a call spends before its graph is launched (``reduce-overhead``: before torch's compiled code runs), which
+is what it adds to the latency besides copies; ``parts`` are pieces of it, each called by itself and warm.
+
+Warm-up is a runner of 20 buckets and more, the first thing that this process does, with empty compile caches. Graph memory
+is what the allocator has reserved more, device memory what the driver has given out. ``--cold`` starts further processes,
+one after the other: with one bucket and empty caches, with the caches of this process's warm-up, and with those that it
+saved to a file; ``first_use_s`` are parts of their time that any first use of a compiler and of cuBLAS in a process takes.
+The file is written after each row. Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason. On an
+H200 this takes some 130 s.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import os
 import statistics
@@ -212,7 +216,12 @@ def measure(bench: Bench, vocab: int, saved: Path | None = None) -> None:
             ways["direct view"] = lambda batch=batch, runner=runner: as_views(runner, batch)
         if overhead is not None:
             ways["reduce-overhead"] = lambda batch=batch, overhead=overhead: overhead(batch)
-        before = {} if runner is None else {"direct": lambda batch=batch, runner=runner: before_replay(runner, batch, args)}
+        runners = {"direct": runner, "reduce-overhead": overhead}
+        before = {
+            way: lambda batch=batch, each=each: before_replay(each, batch, args)
+            for way, each in runners.items()
+            if each is not None
+        }
         timed(size, ways, lambda way, before=before: before[way]() if way in before else {})
 
 
@@ -292,11 +301,9 @@ def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
     return {
         "buckets": len(by_size),
         "total_s": round(report["compile_seconds"], 3),
-        "ahead_s": round(report["ahead_seconds"], 3),
         "first_bucket_s": round(first["seconds"], 3),
         "other_buckets_s": round(captures, 3),
         "batch_of_one_s": round(alone, 3),
-        "notes": report["notes"],
         "compiled_graphs": report["compiled_graphs"],
         "captured": report["captured"],
         "not_captured": report["reason"],
@@ -362,23 +369,17 @@ def times(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[
 
 def measure_starts(bench: Bench, folder: Path, caches: dict[str, str], saved: Path) -> None:
     """Processes with empty caches and one bucket, with the caches of this one, and with a saved cache in an empty folder."""
-    for group in (
-        {"one bucket": (cache_variables(folder / "one"), ["--one-bucket"])},
-        {
-            "second start": (caches, []),
-            "saved cache": (cache_variables(folder / "other"), ["--load-cache", str(saved)]),
-        },
-    ):
-        running: dict[str, subprocess.Popen[str]] = {}
-        for name, (variables, options) in group.items():
-            with bench.guard("process_start", {"way": name}):
-                bench.require(20)
-                running[name] = start(bench.args, variables, options)
-        begun = time.perf_counter()
-        for name, process in running.items():
-            with bench.guard("process_start", {"way": name}):
-                figures = finish(process, min(CHILD_SECONDS, bench.left()))
-                bench.add("process_start", {"way": name, **figures, "process_s": round(time.perf_counter() - begun, 2)})
+    for name, (variables, options) in {
+        "one bucket": (cache_variables(folder / "one"), ["--one-bucket"]),
+        "second start": (caches, []),
+        "saved cache": (cache_variables(folder / "other"), ["--load-cache", str(saved)]),
+    }.items():
+        # One after the other: two at once would slow each other down.
+        with bench.guard("process_start", {"way": name}):
+            bench.require(20)
+            begun = time.perf_counter()
+            figures = finish(start(bench.args, variables, options), min(CHILD_SECONDS, bench.left()))
+            bench.add("process_start", {"way": name, **figures, "process_s": round(time.perf_counter() - begun, 2)})
     here = next((row for row in bench.data["warm_up"] if row["way"] == "direct" and "total_s" in row), None)
     seconds = {row["way"]: row["warm_up_s"] for row in bench.data["process_start"] if "warm_up_s" in row}
     if here is None:
@@ -429,6 +430,17 @@ def process_start(args: argparse.Namespace) -> dict[str, Any]:
     sizes = (largest,) if args.one_bucket else (*(size for size in BUCKETS if size < largest), largest)
     begun = time.perf_counter()
     loaded = load_cache(args.load_cache) if args.load_cache else None
+    # What any first use in a process pays, inside the time but told apart.
+    parts = {"load_cache": time.perf_counter()}
+    importlib.import_module("torch._inductor.compile_fx")
+    parts["imports"] = time.perf_counter()
+    draft.lm_head_weight @ draft.lm_head_weight[:1].t()
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    parts["first product"] = time.perf_counter()
+    spans = {
+        name: round(end - before, 3) for (name, end), before in zip(parts.items(), (begun, *parts.values()), strict=False)
+    }
     runner = DraftExtendRunner(
         draft,
         draft.caches,
@@ -439,7 +451,7 @@ def process_start(args: argparse.Namespace) -> dict[str, Any]:
         buckets=sizes,
     )
     figures = warm_up(runner)
-    found = {"warm_up_s": round(time.perf_counter() - begun, 3), **figures}
+    found = {"warm_up_s": round(time.perf_counter() - begun, 3), "first_use_s": spans, **figures}
     return found if loaded is None else {**found, "loaded": loaded}
 
 

@@ -47,11 +47,7 @@ class BucketReport:
 
 @dataclass
 class RunnerReport:
-    """Everything :meth:`StepRunner.explain` knows. ``str()`` gives a table, :meth:`as_dict` plain data.
-
-    ``ahead_seconds``, part of ``compile_seconds``, went to eager runs before anything was compiled; ``notes`` has what went
-    wrong without harm.
-    """
+    """Everything :meth:`StepRunner.explain` knows. ``str()`` gives a table, :meth:`as_dict` plain data."""
 
     name: str
     mode: str
@@ -59,8 +55,6 @@ class RunnerReport:
     tokens_per_request: int
     compiled_graphs: int = 0
     compile_seconds: float = 0.0
-    ahead_seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
     recompiles: list[str] = field(default_factory=list)
     eager_calls: int = 0
     buckets: list[BucketReport] = field(default_factory=list)
@@ -90,7 +84,6 @@ class RunnerReport:
             figures = f"{b.seconds:7.2f}  {b.memory_bytes / 2**20:10.1f}  {b.replays:7}"
             lines.append(f"  {b.num_requests:8}  {state:8}  {figures}  {b.reason or ''}".rstrip())
         lines.extend(f"  recompiled: {cause}" for cause in self.recompiles)
-        lines.extend(f"  {note}" for note in self.notes)
         if self.eager_calls:
             lines.append(f"  {self.eager_calls} calls ran eagerly")
         return "\n".join(lines)

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from specops.batch import FieldTable, unpad
 from specops.compile import report
-from specops.compile.ahead import run_ahead
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
 from specops.compile.capture import bound_replay, capture_stream, captures, capturing
@@ -72,9 +71,6 @@ class StepRunner:
         plan: makes the host plan of a batch size (:mod:`specops.compile.plans`), for steps whose backend needs one. The
             step then takes its handle as the argument ``plan``, and the plan is updated before every run.
         compiler: ``backend`` of ``torch.compile``; ``"eager"`` traces and guards only, to debug or test a step.
-        ahead: before anything is compiled, run the step eagerly on padded batches of all buckets, several at a time, so that
-            its ops compile the kernels of all sizes at once (:mod:`specops.compile.ahead`). With graphs only, and neither
-            with a plan nor with several processes.
         name: how messages call the runner.
 
     Raises:
@@ -96,7 +92,6 @@ class StepRunner:
         pool: Any = None,
         plan: MakePlan | None = None,
         compiler: str = "inductor",
-        ahead: bool = True,
         name: str | None = None,
     ) -> None:
         for label, value, known in (
@@ -119,7 +114,6 @@ class StepRunner:
         self.outputs = outputs
         self.pool = pool
         self.compiler = compiler
-        self.ahead = ahead
         self._make_plan = plan
         self._plans: dict[int, StepPlan] = {}
         self.name = name or type(self).__name__
@@ -172,10 +166,6 @@ class StepRunner:
             return self.explain()
         graphs_before, started = report.compiled_graphs(), time.perf_counter()
         direct = self._uses_graphs and self.mode == "direct"
-        if self._may_run_ahead():
-            failed = run_ahead(self.step, lambda size: self.table.allocate(size, self.device), self.buckets, self.device)
-            self._report.notes = [f"an eager run ahead of compiling failed, {cause}" for cause in failed]
-            self._report.ahead_seconds = time.perf_counter() - started
         with torch.no_grad(), self._config(), captures(self.device) if direct else nullcontext():
             for done, size in enumerate(reversed(self.buckets), 1):
                 self._warm_bucket(size)
@@ -377,11 +367,6 @@ class StepRunner:
         self._compiled = None
         self._warm = False
         self.warm_up()
-
-    def _may_run_ahead(self) -> bool:
-        """Whether eager runs in threads help and do no harm: plans, and collectives of several processes, need an order."""
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        return self.ahead and self._uses_graphs and self._make_plan is None and alone and len(self.buckets) > 1
 
     def _warm_bucket(self, size: int) -> None:
         entry, views = self._bucket_reports[size], self._bucket_views(size)

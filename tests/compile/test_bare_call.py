@@ -52,7 +52,7 @@ def warm_runner(
     patch: pytest.MonkeyPatch, step: nn.Module | None = None, num_fields: int = 2, **options: Any
 ) -> tuple[StepRunner, FakeDriver]:
     table = table_of(num_fields)
-    options = {"max_requests": 4, "buckets": [1, 2, 4], "compiler": "eager", "ahead": False, **options}
+    options = {"max_requests": 4, "buckets": [1, 2, 4], "compiler": "eager", **options}
     runner = StepRunner(step or Step(), table, device="cpu", mode="reduce-overhead", **options)
     runner._uses_graphs = True
     driver = FakeDriver([16] * num_fields, [b"\0"] * num_fields)

@@ -86,6 +86,8 @@ class LastCall:
 
             return call
 
+        # What torch's messages call it.
+        compile_graph.__name__ = name
         return compile_graph
 
     def bare(self, module: nn.Module, views: Mapping[str, Tensor], results: Sequence[Tensor]) -> BareCall | None:

@@ -189,9 +189,12 @@ def train(args: argparse.Namespace, model: Any) -> None:
         "hidden_weight": args.hidden_weight,
         "seed": args.seed,
     }
+    if args.init:
+        earlier = json.loads((args.init / "card.json").read_text(encoding="utf-8")).get("training", {})
+        trained["started_from"] = f"a head trained on {earlier.get('tokens_seen', 'an unknown number of')} tokens"
     corpus = {
-        "source": f"written by {args.target_name} itself: user turns sampled at temperature {args.temperature}, "
-        "answers greedy",
+        "source": f"written by {args.target_name} itself: answers greedy, to composed questions in {args.asked:.0%} of the "
+        f"conversations, else to user turns sampled at temperature {args.temperature}",
         "conversations": ids.shape[0],
         "tokens_each": ids.shape[1],
         "greedy_tokens": int(greedy.sum()),

@@ -23,6 +23,7 @@ XQA_MHA = Capabilities(
     group_sizes=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 32),
     features=("window", "sinks", "tree_mask", "fp8_kv"),
     not_together=(("window", "tree_mask"), ("window", "fp8_kv"), ("tree_mask", "sinks"), ("sinks", "fp8_kv")),
+    short_requests=False,
     packages=("flashinfer",),
     extra="flashinfer",
 )

@@ -57,6 +57,9 @@ class Capabilities:
         features: of ``FEATURES``. ``tree_mask`` masks the request's own rows; ``wide_tree_mask`` also takes masks wider
             than the row block (multi-step drafting).
         not_together: sets of features that are served one by one but not in one call.
+        short_requests: whether a request with fewer keys than rows is served as the contract says, its first rows seeing no
+            key, whatever lies behind its last key. Where it is not, that request's rows may be NaN, and no other's. Lengths
+            are data, so no call is refused for them. A request without keys is always served.
         interpreted_on: device types served through Triton's interpreter alone, that is with ``TRITON_INTERPRET=1``.
         graph_safe: whether the op may be captured into a CUDA graph.
         needs_plan: whether the op needs its host plan hook called before each step.
@@ -80,6 +83,7 @@ class Capabilities:
     group_sizes: tuple[int, ...] | None = None
     features: tuple[str, ...] = ()
     not_together: tuple[tuple[str, ...], ...] = ()
+    short_requests: bool = True
     interpreted_on: tuple[str, ...] = ()
     graph_safe: bool = True
     needs_plan: bool = False
@@ -96,6 +100,12 @@ class Capabilities:
         found = [limits._own_reasons(request) for limits in on_device]
         in_layout = [reasons for limits, reasons in zip(on_device, found, strict=True) if request.layout in limits.layouts]
         return min(in_layout or found, key=len)
+
+    def serves_short_requests(self, request: AttentionRequest) -> bool:
+        """Whether a set of limits that admits ``request`` also declares ``short_requests``."""
+        sets = (self, *self.also)
+        admit = [limits for limits in sets if not (limits._own_device_reasons(request) or limits._own_reasons(request))]
+        return any(limits.short_requests for limits in admit)
 
     def device_reasons(self, request: AttentionRequest) -> list[str]:
         """Why the device alone rules every set of limits out; empty when one set admits it."""

@@ -15,7 +15,8 @@ does not do right is kept from it:
   row, so one is always given;
 * it reads beyond the page table for a length that does, and masks nothing of a request with fewer keys than rows: lengths
   are clamped from both sides and the mask is shifted by as much. For a request shorter than its rows the kernel then reads
-  the keys behind its ``seq_len`` on its first page (with weight 0), so those must not hold NaN.
+  keys behind its ``seq_len``, up to one a row, with weight 0; NaN there makes all of that request's rows NaN. Clearing the
+  rows would cost every call a launch of its own, so XQA declares ``short_requests=False``.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def xqa_arguments(
         # XQA's own Hopper fp8 kernel writes nothing for an empty request. With several rows the sinks keep it away, and
         # with it a mask that it takes to be causal.
         "out": _output(q, zeroed=width == 1 and k_cache.dtype == FP8),
-        "sinks": _no_sinks(q.shape[1], q.device) if sinks is None else sinks,
+        "sinks": _no_sinks(q.shape[1], q.device) if sinks is None else sinks.contiguous(),
         "kv_layout": "NHD",
         # The kernel of 0.6.13 reads scale tensors before it waits for the kernel that wrote them.
         "enable_pdl": False if isinstance(bmm1, Tensor) else None,
@@ -206,7 +207,7 @@ def gen_decode_arguments(
         "bmm2_scale": bmm2,
         "window_left": -1 if window is None else window - 1,
         "out": _output(q),
-        "sinks": sinks,
+        "sinks": None if sinks is None else sinks.contiguous(),
         "kv_layout": "NHD",
         "backend": "trtllm-gen",
         "q_len_per_req": layout.tokens_per_request,
@@ -246,7 +247,7 @@ def gen_context_arguments(
         "window_left": -1 if window is None else window - 1,
         # Rows behind the last request are nobody's: the kernel leaves them alone.
         "out": _output(q, zeroed=True),
-        "sinks": sinks,
+        "sinks": None if sinks is None else sinks.contiguous(),
         "kv_layout": "NHD",
     }
 

@@ -93,7 +93,7 @@ def decode_arguments(
         "backend": "xqa" if xqa else "trtllm-gen",
     }
     if sinks is not None:
-        arguments["sinks"] = [sinks]
+        arguments["sinks"] = [sinks.contiguous()]
     return arguments
 
 

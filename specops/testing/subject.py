@@ -1,7 +1,8 @@
 """The backend under test, the cases that fit what it declares, and one observed call.
 
 What a backend declares is what is checked: a case whose page size, head dims, group size or dtype it does not take is
-changed to the nearest it takes; a case that needs a feature or a layout it does not have is left out, with the reason.
+changed to the nearest it takes; a case that needs a feature or a layout it does not have, or a request with fewer keys than
+rows, is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ FEATURE_ARGUMENTS = {
     "tree_mask": "tree_width",
     "fp8_kv": "fp8",
 }
+SHORT_REQUESTS = "requests with fewer keys than rows are not declared"
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,33 @@ class Subject:
     def fit(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
         """Arguments with all sizes, changed to what the backend takes; or None and the reasons why it can't take them."""
         whole = {**(MHA_SIZES if self.family == "mha" else MLA_SIZES), **arguments}
-        capabilities, reasons = self.backend.capabilities, [""]
+        capabilities, reasons, too_short = self.backend.capabilities, [""], False
         for limits in (capabilities, *capabilities.also):
             fitted = _fitted(limits, self.family, whole)
             request = _request(self.family, self.device, fitted)
             reasons = capabilities.why_not(request)
             if not reasons:
-                return fitted, []
+                if not _has_short_requests(fitted) or capabilities.serves_short_requests(request):
+                    return fitted, []
+                too_short = True
+                continue
             declared = {feature for limits in (capabilities, *capabilities.also) for feature in limits.features}
             missing = [f"{feature} is not declared" for feature in request.features if feature not in declared]
             layouts = {layout for limits in (capabilities, *capabilities.also) for layout in limits.layouts}
             if request.layout not in layouts:
                 missing.append(f"{request.layout} layout is not declared")
             reasons = missing or reasons
-        return None, reasons
+        return None, [SHORT_REQUESTS] if too_short else reasons
+
+    def declared_lens(self, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """The ``seq_lens`` of a case; for a backend that does not declare short requests, at least a key a row."""
+        if self.fit(arguments)[1] != [SHORT_REQUESTS]:
+            return tuple(arguments["seq_lens"])
+        lens = zip(arguments["seq_lens"], _rows(arguments), strict=True)
+        return tuple(max(length, rows) if length else 0 for length, rows in lens)
 
     def within(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Random arguments without the features and the layout that the backend does not declare."""
+        """Random arguments without the features, the layout and the lengths that the backend does not declare."""
         capabilities, kept = self.backend.capabilities, dict(arguments)
         for feature, name in FEATURE_ARGUMENTS.items():
             if feature not in capabilities.features:
@@ -98,6 +110,7 @@ class Subject:
             kept.pop("tree_width", None)
         if "tree_width" in kept and "wide_tree_mask" not in capabilities.features:
             kept["tree_width"] = kept["query_lens"]
+        kept["seq_lens"] = self.declared_lens(kept)
         return kept
 
     def bound(self, dtype: torch.dtype) -> torch.dtype | str:
@@ -184,6 +197,18 @@ def _fitted(limits: Capabilities, family: str, arguments: dict[str, Any]) -> dic
         else:
             fitted["head_dim"], fitted["value_dim"] = pairs[0]
     return fitted
+
+
+def _rows(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    """Rows of each request."""
+    query_lens = arguments["query_lens"]
+    return (query_lens,) * len(arguments["seq_lens"]) if isinstance(query_lens, int) else tuple(query_lens)
+
+
+def _has_short_requests(arguments: Mapping[str, Any]) -> bool:
+    """Whether a request has fewer keys than rows, and more than none."""
+    lens = zip(arguments["seq_lens"], _rows(arguments), strict=True)
+    return any(0 < length < rows for length, rows in lens)
 
 
 def _nearest(wanted: int, allowed: Any) -> int:

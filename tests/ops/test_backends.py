@@ -393,7 +393,7 @@ unknown layout ragged; known are uniform, packed
 unknown feature alibi; known are window, softcap, sinks, tree_mask, wide_tree_mask, fp8_kv
 unknown limit head_dim; known are also, compute_capabilities, extra, fp8_min_compute_capability, graph_safe,
     group_sizes, head_dims, interpreted_on, kv_dtypes, max_query_len, min_compute_capability, mixed_dtypes,
-    needs_plan, not_together, packages, page_sizes, q_dtypes""",
+    needs_plan, not_together, packages, page_sizes, q_dtypes, short_requests""",
     )
     with pytest.raises(ValueError, match="registered already"):
         add_backend(Backend("reference", "mla", Capabilities(("cpu",)), kernel))

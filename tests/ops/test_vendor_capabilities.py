@@ -217,6 +217,15 @@ def test_planned_backends_say_so_and_auto_leaves_them_alone() -> None:
         assert not planned or all(name not in order for order in AUTO_ORDER.values())
 
 
+def test_xqa_alone_does_not_declare_requests_with_fewer_keys_than_rows() -> None:
+    limits = get_backend("trtllm", "mha").capabilities
+    for capability, serves in (((9, 0), False), ((12, 0), False), ((10, 0), True), ((8, 0), False)):
+        assert limits.serves_short_requests(dataclasses.replace(HOPPER, compute_capability=capability)) == serves
+    for name in ("reference", "triton", "flashinfer_fa2", "flashinfer_fa3"):
+        assert get_backend(name, "mha").capabilities.serves_short_requests(HOPPER)
+    assert limits.why_not(HOPPER) == []
+
+
 def test_a_further_set_of_limits_serves_what_the_first_does_not() -> None:
     both = Capabilities(
         ("cuda",), head_dims=(64,), page_sizes=(16,), layouts=("uniform",), also=(Capabilities(("cpu",), head_dims=(32,)),)
@@ -234,4 +243,6 @@ def test_inventory_sees_every_generation(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(inventory, "compute_capability", lambda device, found=capability: found)
         (trtllm,) = (i for i in inventory.inventory("cuda") if (i.name, i.family) == ("trtllm", "mha"))
         assert trtllm.available == available
+    shown = trtllm.capabilities
+    assert (shown["short_requests"], shown["also"][0]["short_requests"]) == (False, True)
     assert trtllm.reason == "compute capability 8.0 (it runs on 9.0, 12.x, 10.0, 10.3)"

@@ -6,6 +6,7 @@ OMP_NUM_THREADS=1 pytest tests/testing/test_check.py
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from torch import Tensor
 from specops.ops import reference
 from specops.ops.backends import _BACKENDS, Capabilities, get_backend
 from specops.testing import NotConforming, check_backend, make_mha_case, replay
+from specops.testing.backend_checks import resident_cases
 from specops.testing.check import EXTRA, SEQUENCES, random_arguments
 from specops.testing.shrink import shrink, simpler_arguments, simpler_batches
-from specops.testing.subject import MHA_SIZES, Subject
+from specops.testing.subject import MHA_SIZES, SHORT_REQUESTS, Subject
 from specops.testing.timed import Hung, run_within
 
 
@@ -219,6 +221,55 @@ def test_calls_within_their_time_return_and_raise_as_they_are() -> None:
         run_within(5, lambda: 1 // 0)
     with pytest.raises(Hung, match=r"still running after 0.2 s$"):
         run_within(0.2, hanging)
+
+
+def nan_where_keys_are_fewer_than_rows(*args: Any, layout: Any, **options: Any) -> Tensor:
+    """All rows of such a request are NaN; no other row is wrong."""
+    out, lens = right(*args, layout=layout, **options), args[4]
+    starts = layout.offsets(lens.shape[0], lens.device).tolist()
+    for request, length in enumerate(lens.tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        if 0 < length < rows.stop - rows.start:
+            out[rows] = float("nan")
+    return out
+
+
+SHORT_MATTERS = ("values", "stale", "fuzz")
+
+
+def test_requests_with_fewer_keys_than_rows_are_asked_of_who_declares_them() -> None:
+    report = check_backend(nan_where_keys_are_fewer_than_rows, only=SHORT_MATTERS, shrink_seconds=2)
+    assert {finding.check for finding in report.findings} == set(SHORT_MATTERS)
+    assert report.finding("values").case == "fewer-keys-than-rows"
+    assert "seq_lens=(1,), query_lens=2" in report.finding("values").snippet
+    assert not report.skipped
+
+
+@pytest.mark.parametrize("layouts", [("uniform",), ("uniform", "packed")])
+def test_who_does_not_declare_them_gets_other_lengths_and_no_fewer_checks(layouts: tuple[str, ...]) -> None:
+    kept = {"only": SHORT_MATTERS, "layouts": layouts}
+    report = check_backend(nan_where_keys_are_fewer_than_rows, short_requests=False, **kept)
+    assert report.ok, str(report)
+    whole = check_backend(right, **kept)
+    left_out = report.skipped.pop("requests with fewer keys than rows are not declared")
+    # fewer-keys-than-rows, window and sinks-without-keys.
+    assert left_out == 3
+    assert report.skipped == whole.skipped
+    assert report.checks == {**whole.checks, "values": whole.checks["values"] - left_out}
+
+
+def test_lengths_for_who_does_not_declare_short_requests() -> None:
+    """Length 0 stays; packed requests are measured by their own rows; only what the backend says decides."""
+    declared = Capabilities(("cpu",), short_requests=False)
+    subject = Subject(replace(get_backend("reference", "mha"), capabilities=declared), torch.device("cpu"))
+    assert subject.declared_lens({"seq_lens": (0, 1, 3, 9), "query_lens": 3}) == (0, 3, 3, 9)
+    assert subject.declared_lens({"seq_lens": (0, 1, 3, 9), "query_lens": (4, 1, 5, 0)}) == (0, 1, 5, 9)
+    assert subject.fit({"seq_lens": (0, 3), "query_lens": 3})[1] == []
+    assert subject.fit({"seq_lens": (0, 2), "query_lens": 3}) == (None, [SHORT_REQUESTS])
+    every = Subject(get_backend("reference", "mha"), torch.device("cpu"))
+    assert every.declared_lens({"seq_lens": (0, 1, 3, 9), "query_lens": 3}) == (0, 1, 3, 9)
+    lens = [case.tensors["seq_lens"].tolist() for case in resident_cases(subject, {**MHA_SIZES, **SEQUENCES["uniform"]})]
+    assert lens == [[4, 6, 10], [9, 13, 20], [3, 3, 3], [21, 29, 43], [20, 13, 9]]
 
 
 def test_limits_of_a_backend_with_several_kernels_are_alternatives() -> None:

@@ -106,6 +106,10 @@ class _Gather:
         return self.group.gather_last(logits, self.vocab)
 
 
+# Those that torchrun_mesh has made.
+_meshes: list[DeviceMesh] = []
+
+
 def torchrun_mesh(device: str | None = None) -> DeviceMesh:
     """The mesh of all processes that torchrun has started; the first call starts their process group.
 
@@ -133,15 +137,23 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
             torch.cuda.set_device(bound)
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=bound)
         if kind == "cpu":
-            # gloo's threads must have ended before the process does, which was aborted now and then. NCCL's group is left to
-            # the end of the process: captured graphs may still hold its collectives.
             atexit.register(_leave)
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    _meshes.append(mesh)
+    return mesh
 
 
 def _leave() -> None:
+    """Leave gloo's group and end its threads; a process whose threads outlive the interpreter is aborted now and then.
+
+    The threads end with the last reference to the group, one of which a mesh keeps. NCCL's group is left to the end of the
+    process: captured graphs may still hold its collectives.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    for mesh in _meshes:
+        getattr(mesh, "_pg_registry", {}).clear()
+    _meshes.clear()
 
 
 @torch.no_grad()

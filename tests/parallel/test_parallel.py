@@ -206,6 +206,33 @@ def test_without_torchrun_the_mesh_says_how_to_start(monkeypatch: pytest.MonkeyP
         torchrun_mesh("cpu")
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc, which this system lacks")
+def test_no_thread_of_gloo_is_left_when_the_process_ends() -> None:
+    """Such a thread may wait for an interpreter that is gone, and the process is aborted; the mesh is still in use."""
+    code = """
+import os, torch
+from specops import parallel
+
+def gloo():
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)
+
+mesh = parallel.torchrun_mesh("cpu")
+group = mesh.get_group().group_name
+torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", group))
+print(gloo())
+parallel._leave()
+print(gloo())
+"""
+    rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+    environment = {**os.environ, **rendezvous, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, after = map(int, done.stdout.split())
+    assert before > 0
+    assert after == 0
+
+
 def test_a_whole_model_draws_its_seeds_alone() -> None:
     torch.manual_seed(3)
     expected = int(torch.randint(2**62, ()))

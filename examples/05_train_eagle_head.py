@@ -190,8 +190,7 @@ def train(args: argparse.Namespace, model: Any) -> None:
         "seed": args.seed,
     }
     if args.init:
-        earlier = json.loads((args.init / "card.json").read_text(encoding="utf-8")).get("training", {})
-        trained["started_from"] = f"a head trained on {earlier.get('tokens_seen', 'an unknown number of')} tokens"
+        trained["started_from"] = f"a head trained on {tokens_seen_by(args.init)} tokens"
     corpus = {
         "source": f"written by {args.target_name} itself: answers greedy, to composed questions in {args.asked:.0%} of the "
         f"conversations, else to user turns sampled at temperature {args.temperature}",
@@ -250,6 +249,13 @@ def new_head(args: argparse.Namespace, model: Any, kept: torch.Tensor) -> EagleH
     d2t = data.d2t_of(kept) if config.reduced_vocab else None
     head = EagleHead(config, model.embed_tokens, model.lm_head.weight, d2t=d2t)
     return head.to(args.device)
+
+
+def tokens_seen_by(folder: Path) -> str:
+    """From a head's card; heads of other sources have none."""
+    card = folder / "card.json"
+    training = json.loads(card.read_text(encoding="utf-8")).get("training", {}) if card.exists() else {}
+    return str(training.get("tokens_seen", "an unknown number of"))
 
 
 @torch.no_grad()

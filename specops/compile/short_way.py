@@ -45,9 +45,10 @@ KEPT_FORMS = 4
 _SOURCE = Path(__file__).with_name("short_way.c")
 _MODULE = "specops_short_way"
 _ADDRESS = Tensor.data_ptr
-_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
-_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+# A form is read by ``map``: loops in C.
+SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
+DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _STRIDE = Tensor.stride
 
 
@@ -237,7 +238,7 @@ def _guards() -> Callable[[Sequence[Tensor]], FormCheck] | None:
 
 def _compare(fields: Sequence[Tensor]) -> FormCheck:
     def form(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        return (*map(_SHAPE, tensors), *map(_STRIDE, tensors), *map(_DTYPE, tensors), *map(_DEVICE, tensors))
+        return (*map(SHAPE, tensors), *map(_STRIDE, tensors), *map(DTYPE, tensors), *map(DEVICE, tensors))
 
     known = form(fields)
     return lambda *tensors: form(tensors) == known

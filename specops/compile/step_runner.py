@@ -36,7 +36,7 @@ from specops.compile.compiled import BareCall, LastCall, compiled, own_graph_tre
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.ready import CopyIn, HandOver, HandOverLeft, Ready, Staging, copy_of_outputs
-from specops.compile.short_way import ShortWay, native_way
+from specops.compile.short_way import DEVICE, DTYPE, SHAPE, ShortWay, native_way
 from specops.compile.static_tensors import StaticTensors, weak_reference
 from specops.ops.contracts import has_triton
 
@@ -45,10 +45,6 @@ MODES: tuple[Mode, ...] = ("reduce-overhead", "direct", "eager")
 # Forms of raw batches, one or two for each number of requests.
 KEPT_FORMS = 1024
 Progress = Callable[[int, int, str], None]
-# A batch's form is read at every call, so by ``map``: loops in C.
-_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
-_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _DEVICE_INDEX = Tensor.get_device
 
 
@@ -135,7 +131,7 @@ class StepRunner:
         self._obstacles: list[str] | None = None
         self._forms: dict[Any, int] = {}
         # Tensors outside of CUDA have the index -1, and no other accelerator lives beside CUDA.
-        self._device_of: Callable[[Tensor], Any] = _DEVICE_INDEX if self.device.type == "cuda" else _DEVICE
+        self._device_of: Callable[[Tensor], Any] = _DEVICE_INDEX if self.device.type == "cuda" else DEVICE
         self._ready: dict[int, Ready] = {}
         # By the length of the field that tells most of a batch: one of requests, which is not sometimes flat.
         self._short: dict[int, ShortWay] = {}
@@ -229,7 +225,7 @@ class StepRunner:
     def _run_long(self, fields: Sequence[Tensor], unchanged: bool) -> list[Tensor]:
         """:meth:`run` by the way that every batch can go; shows the next of its form the short one, if it can go that."""
         # A batch of a form that was checked before need not be checked again.
-        form = (*map(_SHAPE, fields), *map(_DTYPE, fields), *map(self._device_of, fields))
+        form = (*map(SHAPE, fields), *map(DTYPE, fields), *map(self._device_of, fields))
         num_requests = self._forms.get(form)
         if num_requests is None:
             num_requests = self.table.check(self._named(fields), self.device)

@@ -33,7 +33,7 @@ def distill_loss(z: Tensor, p: Tensor, label: Tensor, weight: Tensor, hard_weigh
         loss: float32 scalar; its gradient reaches ``z`` alone.
         right: ``[R]`` bool, whether the largest logit is the label's; False for rows of weight 0.
     """
-    if z.is_cuda and has_triton() and not torch.compiler.is_compiling():
+    if z.is_cuda and has_triton():
         loss, right = _Fused.apply(z, p, label, weight, hard_weight)  # type: ignore[no-untyped-call]
         return loss, right
     return distill_loss_reference(z, p, label, weight, hard_weight)
@@ -41,18 +41,21 @@ def distill_loss(z: Tensor, p: Tensor, label: Tensor, weight: Tensor, hard_weigh
 
 def distill_loss_reference(z: Tensor, p: Tensor, label: Tensor, weight: Tensor, hard_weight: float) -> tuple[Tensor, Tensor]:
     """:func:`distill_loss` as the formula says."""
-    wide, p = z.float(), p.float()
+    counted = weight != 0
+    # So that whatever such a row holds reaches neither the loss nor a gradient.
+    wide, p = (torch.where(counted[:, None], each.float(), 0.0) for each in (z, p))
     log_sum = wide.logsumexp(dim=-1)
     soft = p.sum(dim=-1) * log_sum - (p * wide).sum(dim=-1)
     hard = (log_sum - wide.gather(-1, label.clamp(min=0)[:, None]).squeeze(-1)) * (label >= 0)
     each = (1 - hard_weight) * soft + hard_weight * hard
-    counted = weight != 0
     with torch.no_grad():
         right = (wide.argmax(dim=-1) == label) & counted
-    return torch.where(counted, each * weight, 0.0).sum(), right
+    return (each * weight).sum(), right
 
 
 class _Fused(torch.autograd.Function):
+    """Loss and gradient by one launch in the forward; the backward scales what is there."""
+
     @staticmethod
     def forward(ctx: Any, z: Tensor, p: Tensor, label: Tensor, weight: Tensor, hard_weight: float) -> tuple[Tensor, Tensor]:
         z, p = z.contiguous(), p.contiguous()
@@ -91,6 +94,8 @@ def _kernel() -> Any:
     def _distill(  # type: ignore[no-untyped-def]
         z_ptr, p_ptr, label_ptr, weight_ptr, loss_ptr, right_ptr, grad_ptr, vocab, hard_weight, BLOCK: tl.constexpr
     ):  # fmt: skip
+        """Row by row: ``loss = weight ((1 - h) (mass lse - p.z) + h (lse - z[label]))`` with ``mass = sum p``, and
+        ``grad = weight ((1 - h) (mass q - p) + h (q - onehot))``, each of the terms with h only where there is a label."""
         row = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, BLOCK)
         inside = at < vocab

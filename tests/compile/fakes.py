@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -96,3 +97,34 @@ def capture(runner: StepRunner) -> dict[int, FakeGraph]:
     runner._graphs = {size: (graph, graph.outputs) for size, graph in graphs.items()}  # type: ignore[misc]
     runner._uses_graphs = True
     return graphs
+
+
+class CallCounter:
+    """Counts calls of Python functions while it is entered.
+
+    Attributes:
+        count: all of them.
+        inside: those of the pretended driver's last launch, which is Python itself.
+    """
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self.count = self.inside = 0
+        launched = driver.cuLaunchKernel
+
+        def launch_kernel(*args: Any) -> int:
+            before = self.count
+            error = launched(*args)
+            self.inside = self.count - before + 2
+            return error
+
+        driver.cuLaunchKernel = launch_kernel  # type: ignore[method-assign]
+
+    def __enter__(self) -> CallCounter:
+        def profile(frame: object, event: str, arg: object) -> None:
+            self.count += event == "call"
+
+        sys.setprofile(profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)

@@ -23,7 +23,7 @@ from specops.batch import Field, FieldTable
 from specops.compile import GraphLost, StepRunner, launch, ready
 from specops.compile.ready import HandOverLeft
 from specops.compile.staging import FusedCopy, FusedStaging
-from tests.compile.fakes import FakeDriver, as_library, kernel
+from tests.compile.fakes import CallCounter, FakeDriver, as_library, kernel
 
 
 class Step(nn.Module):
@@ -117,35 +117,17 @@ def test_python_functions_before_the_code_are_few_whatever_the_number_of_fields_
             runner.run(batch)
             assert runner._short[2].native, "it needs a C compiler and Python's headers"
             bare, code = runner._bare[2], runner._bare[2].code
-            count, inside, counts = 0, 0, []
+            counted = CallCounter(driver)
+            counts: list[int] = []
 
             def replayed(*inputs: Any) -> Sequence[Any]:
-                counts.append(count)
+                counts.append(counted.count)
                 return code(*inputs)
 
             bare.code = replayed
-            launched = driver.cuLaunchKernel
-
-            def launch_kernel(*args: Any) -> int:
-                nonlocal inside
-                before = count
-                error = launched(*args)
-                inside = count - before + 2
-                return error
-
-            driver.cuLaunchKernel = launch_kernel  # type: ignore[method-assign]
-
-            def profile(frame: object, event: str, arg: object) -> None:
-                nonlocal count
-                count += event == "call"
-
-            with torch.no_grad():
-                sys.setprofile(profile)
-                try:
-                    runner.run(batch)
-                finally:
-                    sys.setprofile(None)
-            return counts[0] - inside
+            with torch.no_grad(), counted:
+                runner.run(batch)
+            return counts[0] - counted.inside
 
     few = calls(2, 1)
     assert calls(8, 40) == few

@@ -26,7 +26,7 @@ from specops.compile.report import BucketReport
 from specops.compile.short_way import KEPT_FORMS, ShortWay, form_check
 from specops.compile.staging import FusedStaging
 from specops.compile.static_tensors import StaticTensors
-from tests.compile.fakes import FakeDriver, FakeGraph, as_library, capture, kernel
+from tests.compile.fakes import CallCounter, FakeDriver, FakeGraph, as_library, capture, kernel
 from tests.compile.test_static_tensors import MOVES, model
 
 TABLE = FieldTable(
@@ -386,31 +386,12 @@ def test_python_functions_before_a_replay_are_few_whatever_the_number_of_fields_
             batch = [torch.ones(2, 4) for _ in range(num_fields)]
             runner.run(batch)
             way = runner._short[2]
-            count, counts = 0, []
-            way.ready.replay = lambda: counts.append(count)
-            # The driver that is pretended is Python itself.
-            launched = driver.cuLaunchKernel
-            inside = 0
-
-            def launch_kernel(*args: Any) -> int:
-                nonlocal inside
-                before = count
-                error = launched(*args)
-                inside = count - before + 2
-                return error
-
-            driver.cuLaunchKernel = launch_kernel  # type: ignore[method-assign]
-
-            def profile(frame: object, event: str, arg: object) -> None:
-                nonlocal count
-                count += event == "call"
-
-            sys.setprofile(profile)
-            try:
+            counted = CallCounter(driver)
+            counts: list[int] = []
+            way.ready.replay = lambda: counts.append(counted.count)
+            with counted:
                 runner.run(batch)
-            finally:
-                sys.setprofile(None)
-            return counts[0] - inside
+            return counts[0] - counted.inside
 
     few = calls(2, 1)
     assert calls(8, 60) == few

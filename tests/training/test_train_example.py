@@ -113,3 +113,14 @@ def test_stages_one_by_one(model_folder: Path, tmp_path: Path, format: str, caps
     loaded = load_head(head, load_target(str(model_folder)))
     assert loaded.config.format == format
     assert loaded.config.draft_vocab_size == 64
+    # On from that head, which came without its card.
+    (head / "card.json").unlink()
+    further = [*common, "--work", str(tmp_path / "further"), "--steps", "1", "--lr", "0", "--init", str(head)]
+    for stage in ("data", "train"):
+        example().main([*further, "--stage", stage])
+    again = load_head(tmp_path / "further" / "head", load_target(str(model_folder)))
+    assert again.config.format == format
+    for (name, one), (_, other) in zip(loaded.named_parameters(), again.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    card = json.loads((tmp_path / "further" / "head" / "card.json").read_text())
+    assert card["training"]["started_from"] == "a head trained on an unknown number of tokens"

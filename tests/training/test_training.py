@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from specops.models.config import ModelConfig
 from specops.models.eagle import EagleConfig, EagleHead
 from specops.models.llama import CausalLM
 from specops.training import data, evaluate
-from specops.training.bank import fill_bank, initialize, target_chances
+from specops.training.bank import fill_bank, initialize, rows_that_fit, target_chances
 from specops.training.chat import ChatScript
 from specops.training.dense import DenseTarget, UnrolledHead, attend_fused, attend_matmul, attend_paged, prefill
 from specops.training.generate import Generator
@@ -554,3 +555,11 @@ def test_a_head_is_evaluated_on_a_gpu_as_on_a_cpu() -> None:
     assert (ranks[0] == ranks[1]).float().mean() > 0.99
     # Sixteen bits change the order of near ones.
     assert (ranks[0] - ranks[2]).abs().float().mean() < 1.0
+
+
+def test_as_many_rows_as_seven_tenths_of_the_free_memory_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    embed = SimpleNamespace(device=torch.device("cuda"), shape=(VOCAB, 8), element_size=lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 200_000))
+    # A row of 5 tokens holds hidden states and three streams, 8 numbers of two bytes each.
+    assert rows_that_fit(cast(Any, SimpleNamespace(embed=embed)), 5, (0, 1, 2)) == 70_000 // (5 * 4 * 8 * 2)
+    assert rows_that_fit(DenseTarget.of(make_target()), 5) is None

@@ -5,15 +5,13 @@ As torch calls each of them is a dozen launches and more, which together took as
 has at most a few dozen candidates, so one program a request holds it in registers, and gathers are sums over comparisons
 of all pairs.
 
-* ``top_kernel``: one program a row and chunk of the vocabulary takes the chunk's ``k`` largest, one maximum after another;
-  ``join_kernel`` takes those of the chunks. A short vocabulary is one chunk and one launch.
+* ``top_kernel``: one program, most often one warp, a row and chunk of the vocabulary takes the chunk's ``k`` largest, one
+  maximum after another; ``join_kernel`` takes those of the chunks. A short vocabulary is one chunk and one launch.
 * ``tree_kernel``: candidates are ranked by score, then by place; the kept ones' nodes are numbered in order.
 * ``verify_kernel``: the target's choices are followed down the tree.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -22,13 +20,19 @@ from torch import Tensor
 
 from specops.ops.triton_common import dense_rows, early_launch, next_power_of_2
 
-# Vocabulary entries of one program, entries up to which there is one program a row, and the most entries asked for.
-CHUNK = 4096
-ONE_CHUNK = 8192
+# The most entries asked for.
 MAX_TOP = 16
+# Vocabulary entries of a program: few spread a row over the GPU, and one warp for them meets no barrier. Programs beyond
+# ``MAX_PROGRAMS`` and parts of a row beyond ``MAX_PARTS`` cost more than that wins.
+WARP_ENTRIES = 1024
+CHUNKS = (256, 1024, 4096, 16384)
+MAX_PROGRAMS = 4096
+MAX_PARTS = 512
 # Candidates of a tree: comparisons of all pairs are held in registers.
 MAX_CANDIDATES = 128
 FAR = tl.constexpr(2**31 - 1)
+# Below every number, which :func:`ordered` gives: an entry that is not there, or is taken.
+GONE = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -40,18 +44,38 @@ def begin(EARLY: tl.constexpr):
 
 
 @triton.jit
-def largest(x, label, alive, last):
-    """The largest of the entries that are alive, the least label among equals, and who is alive without it."""
-    top = tl.max(tl.where(alive, x, float("-inf")), axis=0)
-    at = tl.min(tl.where(alive & (x == top), label, FAR), axis=0)
-    # Not-a-number equals nothing; what is found then stays a token.
-    at = tl.minimum(at, last)
-    return top, at, alive & (label != at)
+def ordered(x):
+    """int32 in the order of the float32 ``x``, -0.0 being 0.0 and not-a-number as low as -inf.
+
+    A GPU's warp finds the largest integer with one instruction, the largest float with ten.
+    """
+    bits = tl.where(x == x, tl.where(x == 0.0, 0.0, x), float("-inf")).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def number(order):
+    """The float32 that :func:`ordered` made ``order`` of; not-a-number for ``GONE``."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest(order, label, AXIS: tl.constexpr):
+    """The largest entry along an axis and the least label among equals."""
+    top = tl.max(order, axis=AXIS, keep_dims=AXIS > 0)
+    return top, tl.min(tl.where(order == top, label, FAR), axis=AXIS, keep_dims=AXIS > 0)
+
+
+@triton.jit
+def finite(x):
+    """``x``, or 0 for -inf: relative to that, a chunk of -inf alone sums up to 0."""
+    return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def top_kernel(
     logits,
+    rows,
     values,
     tokens,
     sums,
@@ -66,21 +90,57 @@ def top_kernel(
     begin(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     label = chunk * BLOCK + tl.arange(0, BLOCK)
-    alive = label < V
-    x = tl.load(logits + row * stride + label, mask=alive, other=float("-inf")).to(tl.float32)
+    there = label < V
+    source = row
+    if rows is not None:
+        source = tl.load(rows + row).to(tl.int64)
+    x = tl.load(logits + source * stride + label, mask=there, other=float("-inf")).to(tl.float32)
+    order = tl.where(there, ordered(x), GONE)
     place = (row * CHUNKS + chunk) * K
     subtract = 0.0
-    if LOGPROBS:
-        top = tl.max(x, axis=0)
-        total = tl.sum(tl.exp(x - top), axis=0)
-        if CHUNKS == 1:
-            subtract = top + tl.log(total)
-        else:
-            tl.store(sums + row * CHUNKS + chunk, total)
     for index in tl.static_range(K):
-        top, at, alive = largest(x, label, alive, V - 1)
+        top, at = largest(order, label, 0)
+        order = tl.where(label == at, GONE, order)
+        top = number(top)
+        if LOGPROBS and index == 0:
+            total = tl.sum(tl.exp(x - (top if CHUNKS == 1 else finite(top))), axis=0)
+            if CHUNKS == 1:
+                subtract = top + tl.log(total)
+            else:
+                tl.store(sums + row * CHUNKS + chunk, total)
         tl.store(values + place + index, top - subtract)
         tl.store(tokens + place + index, at.to(tokens.dtype.element_ty))
+
+
+@triton.jit
+def joined(
+    values,
+    tokens,
+    sums,
+    row,
+    there,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+):
+    """Order, labels and logarithm of the sum of exponentials of rows ``row`` ``[R, 1]``, out of what chunks found.
+
+    A label that a chunk names twice goes with its first, larger entry.
+    """
+    entry = tl.arange(0, BLOCK)[None, :]
+    alive = (entry < CHUNKS * K) & there
+    x = tl.load(values + row * (CHUNKS * K) + entry, mask=alive, other=float("-inf"))
+    label = tl.load(tokens + row * (CHUNKS * K) + entry, mask=alive, other=FAR)
+    order = tl.where(label == FAR, GONE, ordered(x))
+    total = tl.zeros_like(row).to(tl.float32)
+    if LOGPROBS:
+        # A chunk's sum is relative to its largest, which is its first entry.
+        first = alive & (entry % K == 0)
+        part = tl.load(sums + row * CHUNKS + entry // K, mask=first, other=0.0)
+        top = number(tl.max(order, axis=1, keep_dims=True))
+        total = top + tl.log(tl.sum(tl.where(first, part * tl.exp(x - top), 0.0), axis=1, keep_dims=True))
+    return order, label, total
 
 
 @triton.jit
@@ -90,7 +150,6 @@ def join_kernel(
     sums,
     values,
     tokens,
-    V: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -98,21 +157,12 @@ def join_kernel(
     EARLY: tl.constexpr,
 ):
     begin(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    entry = tl.arange(0, BLOCK)
-    alive = entry < CHUNKS * K
-    x = tl.load(part_values + row * CHUNKS * K + entry, mask=alive, other=float("-inf"))
-    label = tl.load(part_tokens + row * CHUNKS * K + entry, mask=alive, other=FAR)
-    subtract = 0.0
-    if LOGPROBS:
-        # A chunk's sum is relative to its largest, which is its first entry.
-        first = alive & (entry % K == 0)
-        total = tl.load(sums + row * CHUNKS + entry // K, mask=first, other=0.0)
-        top = tl.max(x, axis=0)
-        subtract = top + tl.log(tl.sum(tl.where(first, total * tl.exp(x - top), 0.0), axis=0))
+    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    order, label, total = joined(part_values, part_tokens, sums, row, row >= 0, K, BLOCK, CHUNKS, LOGPROBS)
     for index in tl.static_range(K):
-        top, at, alive = largest(x, label, alive, V - 1)
-        tl.store(values + row * K + index, top - subtract)
+        top, at = largest(order, label, 1)
+        order = tl.where(label == at, GONE, order)
+        tl.store(values + row * K + index, number(top) - total)
         tl.store(tokens + row * K + index, at.to(tl.int64))
 
 
@@ -197,6 +247,7 @@ def verify_kernel(
     stride_token,
     stride_parent,
     stride_target,
+    column_target,
     N: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -208,7 +259,7 @@ def verify_kernel(
     there = own < N
     token = tl.load(tokens + request * stride_token + own, mask=there, other=-1)
     parent = tl.load(parents + request * stride_parent + own, mask=there, other=-1).to(tl.int32)
-    target = tl.load(target_tokens + request * stride_target + own, mask=there, other=-1)
+    target = tl.load(target_tokens + request * stride_target + own * column_target, mask=there, other=-1)
     place = request * (STEPS + 1)
     node = tl.full((), 0, tl.int32)
     length = tl.full((), 1, tl.int32)
@@ -227,6 +278,57 @@ def verify_kernel(
     tl.store(accept_lens + request, length)
 
 
+def chunk_size(rows: int, vocab: int, k: int) -> int:
+    """Vocabulary entries of one program: the least size whose programs and parts of a row are not too many."""
+    for size in CHUNKS:
+        chunks = triton.cdiv(vocab, size)
+        if chunks * rows <= MAX_PROGRAMS and chunks * k <= MAX_PARTS:
+            return size
+    return CHUNKS[-1]
+
+
+def top_parts(
+    logits: Tensor, k: int, logprobs: bool, block: int, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The ``k`` largest of every chunk of ``block`` entries.
+
+    Returns:
+        ``[R, chunks * k]`` float32 values and int32 tokens, and with ``logprobs`` ``[R, chunks]`` float32, the sum of
+        exponentials of a chunk relative to its largest. A chunk of fewer entries names one of them again, with NaN.
+    """
+    number_of_rows = logits.shape[0] if rows is None else rows.shape[0]
+    chunks, device = triton.cdiv(logits.shape[1], block), logits.device
+    values = torch.empty((number_of_rows, chunks * k), dtype=torch.float32, device=device)
+    tokens = torch.empty((number_of_rows, chunks * k), dtype=torch.int32, device=device)
+    sums = torch.empty((number_of_rows, chunks), dtype=torch.float32, device=device) if logprobs else None
+    _launch_top(logits, rows, values, tokens, sums, k, logprobs, block, chunks)
+    return values, tokens, sums
+
+
+def _launch_top(
+    logits: Tensor,
+    rows: Tensor | None,
+    values: Tensor,
+    tokens: Tensor,
+    sums: Tensor | None,
+    k: int,
+    logprobs: bool,
+    block: int,
+    chunks: int,
+) -> None:
+    logits = dense_rows(logits)
+    top_kernel[(values.shape[0], chunks)](
+        *(logits, rows, values, tokens, sums, logits.stride(0)),
+        V=logits.shape[1],
+        K=k,
+        BLOCK=block,
+        CHUNKS=chunks,
+        LOGPROBS=logprobs,
+        num_warps=1 if block <= WARP_ENTRIES else min(block // 512, 16),
+        **early_launch(logits.device),
+    )
+
+
 def top_tokens(logits: Tensor, k: int, logprobs: bool) -> tuple[Tensor, Tensor]:
     """As :func:`specops.ops.top_tokens`; see :func:`can_rank`."""
     rows, vocab = logits.shape
@@ -234,22 +336,21 @@ def top_tokens(logits: Tensor, k: int, logprobs: bool) -> tuple[Tensor, Tensor]:
     tokens = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
     if rows == 0:
         return values, tokens
-    logits = dense_rows(logits)
-    block = next_power_of_2(vocab) if vocab <= ONE_CHUNK else CHUNK
-    chunks = triton.cdiv(vocab, block)
-    shared: dict[str, Any] = {"V": vocab, "K": k, "CHUNKS": chunks, "LOGPROBS": logprobs, **early_launch(logits.device)}
-    warps = max(min(block // 512, 8), 1)
-    if chunks == 1:
-        top_kernel[(rows, 1)](logits, values, tokens, None, logits.stride(0), BLOCK=block, num_warps=warps, **shared)
+    if vocab <= WARP_ENTRIES:
+        _launch_top(logits, None, values, tokens, None, k, logprobs, max(next_power_of_2(vocab), 32), 1)
         return values, tokens
-    part_values = torch.empty((rows, chunks, k), dtype=torch.float32, device=logits.device)
-    part_tokens = torch.empty((rows, chunks, k), dtype=torch.int32, device=logits.device)
-    sums = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
-    top_kernel[(rows, chunks)](
-        logits, part_values, part_tokens, sums, logits.stride(0), BLOCK=block, num_warps=warps, **shared
+    block = chunk_size(rows, vocab, k)
+    parts = top_parts(logits, k, logprobs, block)
+    width = next_power_of_2(parts[0].shape[1])
+    join_kernel[(rows,)](
+        *(*parts, values, tokens),
+        K=k,
+        BLOCK=width,
+        CHUNKS=triton.cdiv(vocab, block),
+        LOGPROBS=logprobs,
+        num_warps=max(min(width // WARP_ENTRIES, 8), 1),
+        **early_launch(logits.device),
     )
-    joined = next_power_of_2(chunks * k)
-    join_kernel[(rows,)](part_values, part_tokens, sums, values, tokens, BLOCK=max(joined, 32), num_warps=1, **shared)
     return values, tokens
 
 
@@ -301,10 +402,10 @@ def verify_greedy(
     lens = torch.empty((batch,), dtype=torch.int32, device=tokens.device)
     index, emitted = (torch.empty((batch, num_steps + 1), dtype=torch.int64, device=tokens.device) for _ in range(2))
     if batch:
-        tokens, parents, target_tokens = dense_rows(tokens), dense_rows(parents), dense_rows(target_tokens)
+        tokens, parents = dense_rows(tokens), dense_rows(parents)
         verify_kernel[(batch,)](
             *(tokens, parents, target_tokens, lens, index, emitted),
-            *(tokens.stride(0), parents.stride(0), target_tokens.stride(0)),
+            *(tokens.stride(0), parents.stride(0), *target_tokens.stride()),
             N=nodes,
             STEPS=num_steps,
             BLOCK_N=max(next_power_of_2(nodes), 16),

@@ -33,6 +33,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
         (2, 300, 4, torch.bfloat16),
         (5, 17, 16, torch.float16),
         (2, 9000, 2, torch.float32),
+        (4, 5000, 4, torch.bfloat16),
+        (1, 258, 3, torch.float32),
+        (2, 1024, 1, torch.float16),
         (1, 20000, 8, torch.bfloat16),
         (0, 50, 2, torch.float32),
     ],
@@ -60,10 +63,27 @@ def test_rows_with_few_finite_logits_name_each_token_once() -> None:
         assert 0 <= int(tokens.min()) <= int(tokens.max()) < 40
 
 
+def test_a_stretch_of_impossible_tokens_adds_nothing() -> None:
+    # As the padding of a vocabulary: whole chunks of -inf beside tokens that share all there is, of either zero.
+    logits = torch.full((1, 3000), float("-inf"), device=DEVICE)
+    logits[0, torch.tensor([700, 1500, 2900, 2999])] = torch.tensor([0.0, -0.0, 0.0, 0.0], device=DEVICE)
+    values, tokens = triton_round.top_tokens(logits, 5, True)
+    assert tokens[0].tolist() == [700, 1500, 2900, 2999, 0]
+    assert values[0].tolist() == pytest.approx([-math.log(4)] * 4 + [float("-inf")])
+
+
+@pytest.mark.parametrize(("rows", "vocab", "k", "size"), [(1, 8192, 4, 256), (128, 49152, 2, 4096), (1, 200000, 16, 16384)])
+def test_chunks_are_small_where_programs_and_parts_stay_few(rows: int, vocab: int, k: int, size: int) -> None:
+    assert triton_round.chunk_size(rows, vocab, k) == size
+
+
 def test_logits_that_are_not_numbers_never_name_a_token_outside_the_vocabulary() -> None:
     logits = torch.full((1, 9000), float("nan"), device=DEVICE)
     tokens = triton_round.top_tokens(logits, 2, False)[1]
     assert 0 <= int(tokens.min()) <= int(tokens.max()) < 9000
+    logits[0, 17] = -1e30
+    values, tokens = triton_round.top_tokens(logits, 2, False)
+    assert (int(tokens[0, 0]), float(values[0, 0])) == (17, pytest.approx(-1e30))
 
 
 def test_refusals_of_top_tokens() -> None:
@@ -146,7 +166,8 @@ def test_verification_follows_the_targets_choices(topk: int, steps: int, n: int)
     tokens, scores, parents = candidates(batch, topk, steps, seed=n)
     tree = triton_round.build_tree(*(t.to(DEVICE) for t in (torch.zeros(batch).long(), tokens, scores, parents)), n, steps)
     tokens, parents, depths = tree[:3]
-    choices = torch.tensor([[rng.randrange(9) for _ in range(n)] for _ in range(batch)], device=DEVICE)
+    # The first column of pairs, as the likeliest two tokens of a row are.
+    choices = torch.tensor([[[rng.randrange(9), 0] for _ in range(n)] for _ in range(batch)], device=DEVICE)[:, :, 0]
     # Some requests' choices follow a path to its end.
     for request in range(0, batch, 2):
         for node in range(n - 1, 0, -1):

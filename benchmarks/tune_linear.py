@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.compile_triton import compile_all
-from specops.ops.triton_linear import Tile, choose_tile, rms_norm_linear
+from specops.ops.triton_linear import Tile, choose_tile, project_qkv, rms_norm_linear
 
 LAYERS = 30
 # Name: columns of x, rows of the weight, gated.
@@ -40,11 +40,14 @@ SHAPES = {
 }
 
 
-def candidates(rows: int, width: int, paired: bool) -> list[Tile]:
+def candidates(shape: str, rows: int) -> list[Tile]:
+    width, _, paired = SHAPES[shape]
+    # A head's two halves are rotated together.
+    paired = paired or shape == "smol_qkv"
     whole = 1 << (width.bit_length() - 1)
-    found = []
+    found: list[Tile] = []
     for block_m, block_n, head, tail, warps in itertools.product(
-        (16,) if rows <= 16 else (16, 32) if rows <= 32 else (32, 64),
+        (16,) if rows <= 16 else (16, 32) if rows <= 32 else (32, 64) if rows <= 64 else (),
         (16, 32),
         (128, 256, 512, 1024),
         (0, 64, 512),
@@ -58,8 +61,13 @@ def candidates(rows: int, width: int, paired: bool) -> list[Tile]:
         block_k = max(rest & -rest, 16 * warps) if rest else 16 * warps
         found.append(Tile(block_m, block_n, min(block_k, 256), head, tail, warps, 4, True))
     if rows > 16:
-        sizes = itertools.product((32, 64), (16, 32), (64, 128), (64, 128), (0,), (4, 8))
-        found += [Tile(*size) for size in sizes if size[3] <= whole]
+        for block_m, block_n, block_k, head, warps, stages in itertools.product(
+            (32, 64) if rows <= 64 else (32, 64, 128), (16, 32, 64), (64, 128), (0, 64), (4, 8), (3, 4, 8)
+        ):
+            in_flight = 2 * stages * block_k * (block_m + block_n * (2 if paired else 1))
+            small = block_m * block_n * (2 if paired else 1) < 8192
+            if in_flight <= 200 << 10 and head <= whole and not (warps == 8 and small) and (stages == 3) == (block_k == 128):
+                found.append(Tile(block_m, block_n, block_k, head, 0, warps, stages))
     return found
 
 
@@ -70,7 +78,14 @@ def inputs(shape: str, rows: int, layers: int, device: str = "cuda") -> dict[str
     def make(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=torch.bfloat16) * 0.05
 
+    if shape == "smol_qkv":
+        cache = torch.zeros(rows // 16 + 2, 16, 3, 64, device=device, dtype=torch.bfloat16)
+        turn = torch.randn(rows, 1, 32, device=device, dtype=torch.bfloat16)
+        qkv = (cache, cache.clone(), turn, turn.clone(), torch.arange(16, rows + 16, device=device))
+    else:
+        qkv = None
     return {
+        "qkv": qkv,
         "x": make(rows, width),
         "weights": [make(wide, width) for _ in range(layers)],
         "norm": None if "down" in shape or shape.endswith("_o") else make(width),
@@ -80,11 +95,14 @@ def inputs(shape: str, rows: int, layers: int, device: str = "cuda") -> dict[str
 
 
 def call(given: dict[str, Any], weight: torch.Tensor, tile: Tile | None) -> torch.Tensor:
+    if given["qkv"] is not None:
+        k, v, cos, sin, slots = given["qkv"]
+        return project_qkv(k, v, given["x"], weight, cos, sin, slots, 9, given["norm"], 1e-5, tile=tile)
     return rms_norm_linear(given["x"], weight, given["norm"], 1e-5, 0.0, None, given["gate"], given["residual"], tile)
 
 
 def per_launch(run: Any, weights: list[torch.Tensor]) -> float:
-    """us a launch, the median of 15 replays."""
+    """us a launch, the median of 9 replays."""
     run(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -92,7 +110,7 @@ def per_launch(run: Any, weights: list[torch.Tensor]) -> float:
         for weight in weights:
             run(weight)
     times = []
-    for _ in range(15):
+    for _ in range(9):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -116,12 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     shapes, rows = args.shapes.split(","), [int(part) for part in args.rows.split(",")]
     # One kernel serves every number of rows that shares its tile.
-    work = {
-        (shape, tile): count
-        for shape in shapes
-        for count in rows
-        for tile in candidates(count, SHAPES[shape][0], SHAPES[shape][2])
-    }
+    work = {(shape, tile): count for shape in shapes for count in rows for tile in candidates(shape, count)}
     calls = [functools.partial(compile_one, shape, count, tile) for (shape, tile), count in work.items()]
     compile_all(calls, args.workers)
     results = [measured(shape, count) for shape, count in itertools.product(shapes, rows)]
@@ -134,9 +147,9 @@ def measured(shape: str, count: int) -> dict[str, Any]:
     """One line: the five fastest tiles, all checked against the first one's numbers."""
     given = inputs(shape, count, LAYERS if shape.startswith("smol") else 4)
     weights, width = given["weights"], SHAPES[shape][0]
-    today = choose_tile(count, width, given["gate"] is not None)
+    today = choose_tile(count, width, given["gate"] is not None or given["qkv"] is not None)
     exact, timed = call(given, weights[0], today).double(), []
-    for tile in dict.fromkeys([today, *candidates(count, width, SHAPES[shape][2])]):
+    for tile in dict.fromkeys([today, *candidates(shape, count)]):
         try:
             out = call(given, weights[0], tile).double()
             if (out - exact).abs().max() > 0.02 * exact.abs().max():

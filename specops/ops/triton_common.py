@@ -108,6 +108,15 @@ def num_sms(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take on ``device``; Hopper's where there is no GPU."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
+
+
+@functools.cache
 def launches_overlap(device: torch.device) -> bool:
     """Whether a dependent launch may start before the one it waits for has ended: NVIDIA 9.0 and later."""
     if device.type != "cuda" or torch.version.hip is not None:

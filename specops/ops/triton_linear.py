@@ -5,8 +5,9 @@ A decode step multiplies a handful of rows by every weight of the model. Each pr
 so the norm before it and the gate, rotation, cache write or residual behind it cost as much as the product unless they ride
 along. A program here takes ``BLOCK_N`` weight rows and all of K:
 
-* RMSNorm: ``x / rms(x) * g`` times ``w`` is ``(x * g) @ w`` divided by ``rms(x)``, whose sum of squares the program gathers
-  from the same loads of x.
+* RMSNorm at few rows: ``x / rms(x) * g`` times ``w`` is ``(x * g) @ w`` divided by ``rms(x)``, whose sum of squares the
+  program gathers from the same loads of x. At more rows that work keeps x out of the copies that feed the matrix units, and
+  is done anew by every program of a row: a launch of its own is shorter.
 * Two sets of weight rows at a time: gate and up of an MLP, or the two halves of a head that rotary embedding pairs.
 * The first ``HEAD`` columns of the weights are loaded *before* waiting for the launch that makes x: weights depend on
   nothing. On Hopper and later a kernel starts while the one before it ends (programmatic dependent launch), so the trip to
@@ -26,15 +27,29 @@ import triton.language as tl
 from torch import Tensor
 
 from specops.ops.capabilities import FP8
-from specops.ops.triton_common import dense_rows, early_launch, next_power_of_2, product, tanh
+from specops.ops.triton_common import (
+    dense_rows,
+    early_launch,
+    next_power_of_2,
+    prefetch,
+    product,
+    shared_memory,
+    tanh,
+)
 from specops.ops.triton_store import saturated
 
 # Above so many rows the products are large enough for a library's, see ``specops.ops.linear``.
 MAX_ROWS = 1024
 
 
-# Up to so many rows the columns of a product are dealt out to the warps, 16 rows a program.
+# Up to so many rows the columns of a product are dealt out to the warps, 16 rows a program, and a norm is part of it.
 FEW_ROWS = 32
+# Elements that a program of the norm kernel takes: whole rows, so that each is read once.
+NORM_ELEMENTS = 4096
+# Programs that a product of many rows is worth cutting into, and one whose rows are long or fit one tile.
+FEWEST_PROGRAMS, FEWEST_PROGRAMS_OF_LONG = 60, 36
+# Elements of a cache line.
+LINE = tl.constexpr(64)
 
 
 class Tile(NamedTuple):
@@ -42,7 +57,7 @@ class Tile(NamedTuple):
 
     Attributes:
         block_m, block_n, block_k: rows of x, rows of the weight (of each set), and columns of a step of the loop.
-        head, tail: columns loaded before waiting for x, in two parts; a tail with ``split`` only.
+        head, tail: with ``split``, columns loaded before waiting for x, in two parts.
         num_warps, num_stages: of the launch.
         split: deal the columns out to the warps.
     """
@@ -50,85 +65,83 @@ class Tile(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
-    head: int
+    head: int = 0
     tail: int = 0
     num_warps: int = 4
     num_stages: int = 4
     split: bool = False
 
 
-def choose_tile(num_rows: int, width: int, paired: bool) -> Tile:
-    """Tile for ``num_rows`` rows and ``width`` columns of x.
+def choose_tile(
+    num_rows: int, width: int, paired: bool, columns: int, shared_bytes: int = 227 << 10, largest: int = 64
+) -> Tile:
+    """Tile for a product of ``num_rows`` rows.
 
     Few rows: narrow tiles, so that all multiprocessors load weights, and up to 1536 columns under way before x is there.
-    Many rows: tiles that read each weight less often. Both from sweeps of ``benchmarks/tune_linear.py`` on an H200.
+    Many rows: the largest tile that still gives enough programs, with as many steps under way as fit. Both from sweeps of
+    ``benchmarks/tune_linear.py`` on an H200; 128 rows of SmolLM2's shapes took 4.7 (q, k, v), 2.5, 4.7 (gate and up) and
+    4.0 us, 256 rows 4.9, 3.0, 5.9 and 4.9, where cuBLAS's products alone took 3.3, 3.1, 4.1, 4.9 and 3.6, 3.2, 4.2, 5.0.
+
+    Args:
+        num_rows, width: rows and columns of x.
+        paired: two sets of weight rows.
+        columns: of the result.
+        shared_bytes: shared memory of a program, for 16-bit numbers.
+        largest: most weight rows (of each set) that a program may take.
     """
-    whole = 1 << (width.bit_length() - 1)
     if num_rows <= FEW_ROWS:
+        whole = 1 << (width.bit_length() - 1)
         # Each of the warps needs at least 16 columns.
         warps = min(4, whole // 16)
         head = min(whole, 1024 if width <= 2048 and not paired else 512)
         rest = width - head
         tail = max(next_power_of_2(rest), 16 * warps) if 0 < rest <= 512 else 0
         return Tile(16, 16, 256, head, tail, warps, split=True)
-    long = width > 1024
-    if num_rows <= 64:
-        return Tile(32, 16, 128 if long or paired else 64, min(whole, 128 if long else 64), num_warps=8 if paired else 4)
-    return Tile(64, 32, 128 if long else 64, min(whole, 128 if long else 64), num_warps=8 if paired else 4)
+    block_m = 128 if paired and num_rows >= 256 and largest >= 64 else 64
+    least = FEWEST_PROGRAMS if num_rows > 64 and width <= 1024 else FEWEST_PROGRAMS_OF_LONG
+    tiles_of_rows = triton.cdiv(num_rows, block_m)
+    block_n = next((n for n in (64, 32) if n <= largest and triton.cdiv(columns, n) * tiles_of_rows >= least), 16)
+    stage = 2 * 64 * (block_m + block_n * (2 if paired else 1))
+    wanted = 8 if block_m == 64 and (width > 1024 or (paired and block_n > 16)) else 4
+    return Tile(block_m, block_n, 64, num_warps=block_m // 16, num_stages=max(min(wanted, shared_bytes // stage - 1), 2))
 
 
 @triton.jit
 def products_of_many(
     x,
-    norm_weight,
     weight,
     row,
-    valid_row,
     n,
-    valid_n,
     stride_x,
     stride_w,
-    norm_eps,
-    norm_offset,
     K: tl.constexpr,
-    NORM: tl.constexpr,
-    HEAD: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Rows ``row`` of x, normed if NORM, times weight rows ``n``: ``[rows, columns]`` float32."""
+    """Rows ``row`` of x times weight rows ``n``, ``[rows, columns]`` float32; all of them exist."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    k = tl.arange(0, HEAD)
     w_rows = weight + n.to(tl.int64)[:, None] * stride_w
     x_rows = x + row.to(tl.int64)[:, None] * stride_x
-    w_head = tl.load(w_rows + k[None, :], mask=valid_n[:, None], other=0.0)
-    if NORM:
-        gain = tl.load(norm_weight + k).to(tl.float32) + norm_offset
     if EARLY:
+        # The weights come from memory into the L2 cache meanwhile.
+        lines: tl.constexpr = (K + LINE - 1) // LINE
+        line = tl.minimum(tl.arange(0, triton.next_power_of_2(lines)), lines - 1)
+        prefetch(w_rows + (line * LINE)[None, :])
         tl.extra.cuda.gdc_wait()
-    values = tl.load(x_rows + k[None, :], mask=valid_row[:, None], other=0.0)
-    squares = tl.zeros((row.shape[0],), tl.float32)
-    if NORM:
-        wide = values.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
-        values = (wide * gain[None, :]).to(x.dtype.element_ty)
-    acc = product(values, tl.trans(w_head), tl.zeros((row.shape[0], n.shape[0]), tl.float32))
+    acc = tl.zeros((row.shape[0], n.shape[0]), tl.float32)
     step = tl.arange(0, BLOCK_K)
-    for start in tl.range(HEAD, K, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         column = start + step
-        inside = column < K
-        part = tl.load(x_rows + column[None, :], mask=valid_row[:, None] & inside[None, :], other=0.0)
-        w_part = tl.load(w_rows + column[None, :], mask=valid_n[:, None] & inside[None, :], other=0.0)
-        if NORM:
-            wide_part = part.to(tl.float32)
-            squares += tl.sum(wide_part * wide_part, axis=1)
-            gain_part = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32) + norm_offset
-            part = (wide_part * gain_part[None, :]).to(x.dtype.element_ty)
+        if K % BLOCK_K == 0:
+            part = tl.load(x_rows + column[None, :])
+            w_part = tl.load(w_rows + column[None, :])
+        else:
+            inside = (column < K)[None, :]
+            part = tl.load(x_rows + column[None, :], mask=inside, other=0.0)
+            w_part = tl.load(w_rows + column[None, :], mask=inside, other=0.0)
         acc = product(part, tl.trans(w_part), acc)
-    if NORM:
-        acc *= tl.rsqrt(squares / K + norm_eps)[:, None]
     return acc
 
 
@@ -154,8 +167,8 @@ def products_of_few(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """As :func:`products_of_many`, with the columns of a step dealt out to SPLIT groups: a batched product gives each warp
-    its own columns, where one product of 16 rows would have every warp hold all of them."""
+    """As :func:`products_of_many`, of rows normed if NORM, with the columns of a step dealt out to SPLIT groups: a batched
+    product gives each warp its own columns, where one product of 16 rows would have every warp hold all of them."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.arange(0, SPLIT)[:, None, None]
@@ -213,15 +226,15 @@ def products(
     norm_weight,
     weight,
     row,
-    valid_row,
+    num_rows,
     n,
     valid_n,
+    last_n,
     stride_x,
     stride_w,
     norm_eps,
     norm_offset,
     K: tl.constexpr,
-    NORM: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -230,32 +243,16 @@ def products(
     EARLY: tl.constexpr,
 ):
     if SPLIT == 1:
-        acc = products_of_many(
-            x,
-            norm_weight,
-            weight,
-            row,
-            valid_row,
-            n,
-            valid_n,
-            stride_x,
-            stride_w,
-            norm_eps,
-            norm_offset,
-            K,
-            NORM,
-            HEAD,
-            BLOCK_K,
-            STAGES,
-            EARLY,
-        )
+        # Rows and columns that do not exist repeat one that does: no masks, and nobody stores them.
+        row, n = tl.minimum(row, num_rows - 1), tl.where(valid_n, n, last_n)
+        acc = products_of_many(x, weight, row, n, stride_x, stride_w, K, BLOCK_K, STAGES, EARLY)
     else:
         acc = products_of_few(
             x,
             norm_weight,
             weight,
             row,
-            valid_row,
+            row < num_rows,
             n,
             valid_n,
             stride_x,
@@ -263,7 +260,7 @@ def products(
             norm_eps,
             norm_offset,
             K,
-            NORM,
+            norm_weight is not None,
             HEAD,
             TAIL,
             BLOCK_K,
@@ -272,6 +269,34 @@ def products(
             EARLY,
         )
     return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def norm_kernel(
+    x,
+    weight,
+    out,
+    num_rows,
+    stride_x,
+    norm_eps,
+    norm_offset,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """RMSNorm of ``BLOCK_M`` rows."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    inside = (row < num_rows)[:, None] & (k < K)[None, :]
+    gain = tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32) + norm_offset
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    wide = tl.load(x + row[:, None] * stride_x + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide, axis=1) / K + norm_eps)[:, None]
+    tl.store(out + row[:, None] * K + k[None, :], (wide * gain[None, :]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -336,15 +361,15 @@ def linear_kernel(
         norm_weight,
         weight,
         row,
-        valid_row,
+        num_rows,
         n,
         valid_n,
+        N - 1,
         stride_x,
         stride_w,
         norm_eps,
         norm_offset,
         K,
-        norm_weight is not None,
         HEAD,
         TAIL,
         BLOCK_K,
@@ -420,15 +445,15 @@ def qkv_kernel(
         norm_weight,
         weight,
         row,
-        valid_row,
+        num_rows,
         n,
         valid_n,
+        head * (2 * HALF),
         stride_x,
         stride_w,
         norm_eps,
         norm_offset,
         K,
-        norm_weight is not None,
         HEAD,
         TAIL,
         BLOCK_K,
@@ -476,6 +501,29 @@ def qkv_kernel(
             tl.store(v_at + HALF, second.to(v_cache.dtype.element_ty), mask=valid)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """``x / rms(x) * (weight + offset)`` of rows ``[T, K]``, computed in float32."""
+    num_rows, width = x.shape
+    out = x.new_empty(x.shape)
+    block_k = next_power_of_2(width)
+    block_m = max(NORM_ELEMENTS // block_k, 1)
+    norm_kernel[(triton.cdiv(num_rows, block_m),)](
+        x,
+        weight,
+        out,
+        num_rows,
+        x.stride(0),
+        eps,
+        offset,
+        K=width,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=4 if block_k <= 4096 else 8,
+        **early_launch(x.device),
+    )
+    return out
+
+
 def rms_norm_linear(
     x: Tensor,
     weight: Tensor,
@@ -493,8 +541,10 @@ def rms_norm_linear(
     out = x.new_empty((num_rows, num_columns))
     if num_rows == 0:
         return out
-    tile = tile or choose_tile(num_rows, width, gate is not None)
+    tile = tile or choose_tile(num_rows, width, gate is not None, num_columns, _shared_bytes(x))
     x, residual = dense_rows(x), None if residual is None else dense_rows(residual)
+    if norm_weight is not None and not tile.split:
+        x, norm_weight = rms_norm(x, norm_weight, norm_eps, norm_offset), None
     linear_kernel[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, tile.block_m))](
         x,
         norm_weight,
@@ -539,10 +589,13 @@ def project_qkv(
     q = x.new_empty((num_rows, num_heads, dim))
     if num_rows == 0:
         return q
-    tile = tile or choose_tile(num_rows, width, True)
+    pairs, heads = dim // 2, num_heads + 2 * num_kv_heads
+    tile = tile or choose_tile(num_rows, width, True, heads * pairs, _shared_bytes(x), next_power_of_2(pairs))
     x, cos, sin = dense_rows(x), dense_rows(cos.flatten(1)), dense_rows(sin.flatten(1))
-    blocks = triton.cdiv(dim // 2, tile.block_n)
-    qkv_kernel[((num_heads + 2 * num_kv_heads) * blocks, triton.cdiv(num_rows, tile.block_m))](
+    if norm_weight is not None and not tile.split:
+        x, norm_weight = rms_norm(x, norm_weight, norm_eps, norm_offset), None
+    blocks = triton.cdiv(pairs, tile.block_n)
+    qkv_kernel[(heads * blocks, triton.cdiv(num_rows, tile.block_m))](
         x,
         norm_weight,
         weight,
@@ -567,7 +620,7 @@ def project_qkv(
         norm_offset,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
-        HALF=dim // 2,
+        HALF=pairs,
         K=width,
         PAGE_SIZE=page_size,
         TO_FP8=k_cache.dtype == FP8,
@@ -575,6 +628,11 @@ def project_qkv(
         **_launch(tile, x.device),
     )
     return q
+
+
+def _shared_bytes(x: Tensor) -> int:
+    """Shared memory of a program, in bytes as 16-bit numbers count."""
+    return shared_memory(x.device) * 2 // x.itemsize
 
 
 def _launch(tile: Tile, device: torch.device) -> dict[str, Any]:

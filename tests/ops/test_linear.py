@@ -79,6 +79,9 @@ CASES = [
     (33, 200, 70, torch.float32, True, True, "silu", True),
     (70, 64, 80, torch.float32, False, False, None, True),
     (65, 40, 12, torch.bfloat16, True, True, None, True),
+    (130, 128, 96, torch.bfloat16, True, False, "silu", False),
+    (260, 64, 200, torch.float16, True, True, "silu", True),
+    (300, 1100, 40, torch.bfloat16, False, False, None, True),
 ]
 
 
@@ -187,6 +190,13 @@ def test_a_row_gives_the_same_bits_alone_and_beside_others(form: Callable[..., T
         assert torch.equal(form(x[row : row + 1], weight, *arguments)[0], together[row])
 
 
+def test_more_rows_take_larger_tiles_and_what_fits() -> None:
+    sizes = [triton_linear.choose_tile(rows, 576, True, 1536) for rows in (32, 64, 128, 256, 512)]
+    assert [size[:3] for size in sizes] == [(16, 16, 256), (64, 32, 64), (64, 32, 64), (128, 32, 64), (128, 64, 64)]
+    # 100 KiB: three steps of 24 KiB and one to spare.
+    assert triton_linear.choose_tile(128, 1536, True, 4096, 100 << 10).num_stages == 3
+
+
 def test_tiles_of_every_size_agree() -> None:
     x, weight = random(3, 200, dtype=torch.float32), random(32, 200, dtype=torch.float32, scale=0.07)
     wanted = exact_linear(x, weight, None, 1e-5, 0.0, None, None, None)
@@ -194,8 +204,8 @@ def test_tiles_of_every_size_agree() -> None:
         Tile(16, 16, 64, 64, 0, 4, 2, True),
         Tile(16, 32, 64, 128, 64, 2, 2, True),
         Tile(16, 16, 32, 32, 256, 2, 3, True),
-        Tile(16, 32, 64, 128, num_warps=4),
-        Tile(32, 16, 32, 64, num_warps=2),
+        Tile(16, 32, 64, num_warps=4),
+        Tile(32, 16, 32, num_warps=2),
         Tile(32, 16, 64, 64, 128, 4, 4, True),
     )
     for tile in sizes:

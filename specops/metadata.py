@@ -1,7 +1,8 @@
 """What one forward needs to know beside its tokens, computed from tensors inside the compiled forward.
 
 There is no second "replay metadata": positions, slots and offsets are functions of ``seq_lens``, ``page_table`` and the
-layout, evaluated by the same code in eager mode, at capture and at replay. All of it runs on the device without a sync.
+layout, evaluated by the same code in eager mode, at capture and at replay. All of it runs on the device without a sync; for
+a uniform layout on a GPU in one launch (:mod:`specops.ops.places`, which also has the arithmetic in plain torch).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specops.layout import QueryLayout
+from specops.ops.places import grown, row_places, slots_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +60,10 @@ def attention_metadata(
     page_size: int,
     *,
     num_tokens: int | None = None,
-    depths: Tensor | None = None,
+    depths: Tensor | int | None = None,
     tree_mask: Tensor | None = None,
     plan: Tensor | None = None,
+    grow: int = 0,
 ) -> AttentionMetadata:
     """Positions and slots of every row.
 
@@ -73,44 +76,37 @@ def attention_metadata(
         layout: uniform or packed.
         page_size: tokens per page.
         num_tokens: ``T``; needed for a packed layout, whose ``T`` is not known on the host.
-        depths: ``[T]`` int64, depth of each row in its tree. Slots stay consecutive, while the rotary position becomes
-            ``seq_len - W + depth``, ``W`` being the width of ``tree_mask``.
+        depths: ``[T]`` int64, depth of each row in its tree, or one number for all of them. Slots stay consecutive, while
+            the rotary position becomes ``seq_len - W + depth``, ``W`` being the width of ``tree_mask``.
         tree_mask: ``[T, W]`` bool.
         plan: handle of a planned backend.
+        grow: rows that ``seq_lens`` does not count yet: the result's lengths are so many larger, 0 staying 0.
+
+    Raises:
+        ValueError: a packed layout without ``num_tokens``, or depths without their mask.
     """
-    batch, device = page_table.shape[0], page_table.device
+    if depths is not None and tree_mask is None:
+        raise ValueError("depths need the tree_mask they belong to")
     if layout.is_uniform:
-        width = layout.tokens_per_request
-        own = torch.arange(width, device=device)
-        place = (seq_lens.long()[:, None] - width + own[None, :]).reshape(-1)
-        request = torch.arange(batch, device=device)[:, None].expand(batch, width).reshape(-1)
-    else:
-        if num_tokens is None:
-            raise ValueError("a packed layout needs num_tokens, the number of rows")
-        assert layout.query_start is not None
-        request = layout.request_ids(num_tokens, batch, device)
-        behind = layout.query_start[1:].long()[request] - torch.arange(num_tokens, device=device)
-        # Rows after the last request belong to nobody: behind is not positive there.
-        place = torch.where(behind > 0, seq_lens.long()[request] - behind, -1)
+        behind, by_row = None, None
+        if depths is not None and tree_mask is not None:
+            behind, by_row = (
+                (tree_mask.shape[1], depths) if isinstance(depths, Tensor) else (tree_mask.shape[1] - depths, None)
+            )
+        lens, positions, slots = row_places(
+            page_table, seq_lens, layout.tokens_per_request, page_size, grow=grow, behind=behind, depths=by_row
+        )
+        return AttentionMetadata(positions, slots, page_table, lens, layout, tree_mask, plan, page_size)
+    if num_tokens is None:
+        raise ValueError("a packed layout needs num_tokens, the number of rows")
+    assert layout.query_start is not None
+    lens, device = grown(seq_lens, grow), page_table.device
+    request = layout.request_ids(num_tokens, page_table.shape[0], device)
+    before_end = layout.query_start[1:].long()[request] - torch.arange(num_tokens, device=device)
+    # Rows after the last request belong to nobody: before_end is not positive there.
+    place = torch.where(before_end > 0, lens.long()[request] - before_end, -1)
     slots = slots_of(place, request, page_table, page_size)
     positions = place
-    if depths is not None:
-        if tree_mask is None:
-            raise ValueError("depths need the tree_mask they belong to")
-        positions = seq_lens.long()[request] - tree_mask.shape[1] + depths
-    return AttentionMetadata(positions.clamp(min=0), slots, page_table, seq_lens, layout, tree_mask, plan, page_size)
-
-
-def slots_of(places: Tensor, requests: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """``[T]`` int64 cache slot of each ``(request, place in its sequence)``; -1 where nothing may be written.
-
-    Args:
-        places: ``[T]`` int64 index into the request's sequence.
-        requests: ``[T]`` int64 row of the page table.
-        page_table: ``[B, max_pages]`` int32.
-        page_size: tokens per page.
-    """
-    column = places // page_size
-    inside = (places >= 0) & (column < page_table.shape[1])
-    page = page_table[requests, column.clamp(0, page_table.shape[1] - 1)].long()
-    return torch.where(inside & (page > 0), page * page_size + places % page_size, -1)
+    if depths is not None and tree_mask is not None:
+        positions = lens.long()[request] - tree_mask.shape[1] + depths
+    return AttentionMetadata(positions.clamp(min=0), slots, page_table, lens, layout, tree_mask, plan, page_size)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specops import AttentionMetadata, PagedAttention, PagedKVCache, QueryLayout, attention_metadata, ops
-from specops.metadata import slots_of
+from specops.ops.places import slots_of
 
 
 def table(rows: list[list[int]]) -> torch.Tensor:
@@ -93,6 +93,19 @@ def test_tree_rows_keep_consecutive_slots_and_share_positions_by_depth() -> None
     )
     assert meta.positions.tolist() == [3, 4, 4, 5, 5, 10, 11, 11, 12, 12]
     assert meta.slots.tolist() == [7, 8, 9, 10, 11, 22, 23, 24, 25, 26]
+
+
+def test_one_depth_for_all_rows_and_rows_not_counted_yet() -> None:
+    # Two nodes of the second level of a tree of four, drafted on prefixes of 6 tokens and of none.
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    pages, layout = table([[1, 2, 3], [4, 5, 6]]), QueryLayout.uniform(2)
+    meta = attention_metadata(pages, lens([6, 0]), layout, 4, depths=1, tree_mask=mask, grow=4)
+    assert meta.seq_lens.tolist() == [10, 0]
+    assert meta.positions.tolist() == [7, 7, 0, 0]
+    assert meta.slots.tolist() == [12, 13, -1, -1]
+    packed = QueryLayout.packed(torch.tensor([0, 2, 2], dtype=torch.int32), 2)
+    meta = attention_metadata(pages, lens([6, 0]), packed, 4, num_tokens=2, grow=4)
+    assert (meta.seq_lens.tolist(), meta.positions.tolist()) == ([10, 0], [8, 9])
 
 
 def test_rows_of_a_wide_tree_stand_behind_the_whole_trees_prefix() -> None:

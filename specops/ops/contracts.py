@@ -99,6 +99,14 @@ VERIFY_SAMPLING_SCHEMA = (
 )
 
 TOP_TOKENS_SCHEMA = "(Tensor logits, int k, bool logprobs=False) -> (Tensor values, Tensor tokens)"
+ROW_PLACES_SCHEMA = (
+    "(Tensor page_table, Tensor seq_lens, SymInt width, int page_size, SymInt grow=0, SymInt? behind=None, "
+    "Tensor? depths=None) -> (Tensor lens, Tensor positions, Tensor slots)"
+)
+TAKE_REQUESTS_SCHEMA = (
+    "(Tensor page_table, Tensor seq_lens, Tensor root_tokens, Tensor rows, SymInt grow) "
+    "-> (Tensor table, Tensor lens, Tensor grown, Tensor roots)"
+)
 MOVE_KV_LAYERS_SCHEMA = "(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor source_slots, Tensor target_slots) -> ()"
 RMS_NORM_LINEAR_SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? norm_weight=None, float norm_eps=1e-06, float norm_offset=0.0, "
@@ -262,6 +270,35 @@ def fake_top_tokens(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Ten
     """``[R, k]`` float32 values and int64 tokens."""
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def fake_row_places(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    width: int,
+    page_size: int,
+    grow: int = 0,
+    behind: int | None = None,
+    depths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B]`` lengths in their dtype; ``[B * width]`` int64 positions and slots."""
+    batch = page_table.shape[0]
+    rows = (batch * width,)
+    lens = seq_lens.new_empty((batch,))
+    return lens, seq_lens.new_empty(rows, dtype=torch.int64), seq_lens.new_empty(rows, dtype=torch.int64)
+
+
+def fake_take_requests(
+    page_table: Tensor, seq_lens: Tensor, root_tokens: Tensor, rows: Tensor, grow: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``[B, max_pages]`` table, ``[B]`` lengths, the same grown, ``[B]`` tokens, each in its dtype."""
+    batch = (rows.shape[0],)
+    return (
+        page_table.new_empty((rows.shape[0], page_table.shape[1])),
+        seq_lens.new_empty(batch),
+        seq_lens.new_empty(batch),
+        root_tokens.new_empty(batch),
+    )
 
 
 def fake_move_kv_layers(k_caches: list[Tensor], v_caches: list[Tensor], source_slots: Tensor, target_slots: Tensor) -> None:

@@ -116,13 +116,12 @@ class DraftStep(nn.Module):
         """Hidden states ``[B * topk, H]`` of the nodes of one level."""
         topk = self.config.topk
         width = level * topk
-        lens = torch.where(seq_lens > 0, seq_lens + width, 0)
-        mask, depths = None, None
-        if topk > 1:
-            mask = sees.reshape(-1, width)
-            depths = torch.full((tokens.numel(),), level - 1, dtype=torch.int64, device=tokens.device)
+        # A chain's mask is plain causality, which every backend has.
+        mask, depth = (sees.reshape(-1, width), level - 1) if topk > 1 else (None, None)
         layout = QueryLayout.uniform(topk)
-        meta = attention_metadata(page_table, lens, layout, self.page_size, depths=depths, tree_mask=mask, plan=handle)
+        meta = attention_metadata(
+            page_table, seq_lens, layout, self.page_size, depths=depth, tree_mask=mask, plan=handle, grow=width
+        )
         result: Tensor = self.draft(tokens.reshape(-1), hidden.reshape(tokens.numel(), -1), meta)
         return result
 

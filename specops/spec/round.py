@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specops.batch import Field, FieldTable
 from specops.compile.draft_extend import DraftExtendStep
+from specops.ops.places import take_requests
 from specops.spec.draft import DraftStep
 from specops.spec.plans import RoundHandles
 from specops.spec.verify import DecodeStep, VerifyStep
@@ -86,11 +87,10 @@ class RoundStep(nn.Module):
             ``[B, 1 + 2 n]`` int32 for the host, ``[B, 1 + 3 n]`` from a sampling step: see :func:`pack`.
         """
         state, width = self.state, self.width
-        table, committed = state.page_table[rows], state.seq_lens[rows]
+        table, committed, lens, roots = take_requests(state.page_table, state.seq_lens, state.root_tokens, rows, grow=width)
         tokens, parents, depths, mask = self.draft(
-            state.root_tokens[rows], state.next_token_logits[rows], state.hidden_states[rows], committed, table, plan
+            roots, state.next_token_logits[rows], state.hidden_states[rows], committed, table, plan
         )
-        lens = torch.where(committed > 0, committed + width, 0)
         accept_lens, accept_tokens, hidden, *scores = self.verify(
             tokens, parents, depths, mask.reshape(-1, width, width), lens, table, rows, plan
         )
@@ -114,9 +114,8 @@ class DecodeRound(nn.Module):
     def forward(self, rows: Tensor, plan: RoundHandles | None = None) -> tuple[Tensor]:
         """As :class:`RoundStep`, with ``n = 1``."""
         state = self.state
-        committed = state.seq_lens[rows]
-        lens = torch.where(committed > 0, committed + 1, 0)
-        tokens, *scores = self.decode(state.root_tokens[rows][:, None], lens, state.page_table[rows], rows, plan)
+        table, committed, lens, roots = take_requests(state.page_table, state.seq_lens, state.root_tokens, rows, grow=1)
+        tokens, *scores = self.decode(roots[:, None], lens, table, rows, plan)
         ones = torch.ones_like(committed)
         state.advance(rows, committed, ones, tokens)
         return (pack(ones, tokens[:, None], *(score[:, None] for score in scores)),)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from specops import ops
 from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
-from specops.metadata import AttentionMetadata, attention_metadata, slots_of
+from specops.metadata import AttentionMetadata, attention_metadata
+from specops.ops.places import slots_of
 from specops.spec.config import SpecConfig
 from specops.spec.plans import RoundHandles
 from specops.spec.sampling import Sampler

@@ -141,8 +141,20 @@ def projection_calls() -> Iterator[tuple[str, str, Call]]:
     yield "move_kv_layers", "two", ((*layers, torch.tensor([4, 5, -1]), torch.tensor([5, 6, 7])), {})
 
 
+def place_calls() -> Iterator[tuple[str, str, Call]]:
+    table = torch.tensor([[1, 2, 3, 9], [4, 0, 5, 9]], dtype=torch.int32)[:, :3]
+    lens, depths = torch.tensor([7, 0], dtype=torch.int32), torch.tensor([0, 1, 1, 0, 1, 2])
+    yield "row_places", "rows", ((table, lens, 3, 4), {})
+    yield "row_places", "growing", ((table, lens, 3, 4, 3), {})
+    yield "row_places", "one-depth", ((table, lens, 3, 4, 3, 2), {})
+    yield "row_places", "depths", ((table, lens, 3, 4, 0, 3, depths), {})
+    yield "row_places", "depth-views", ((table, lens, 3, 4, 0, 3, depths.repeat_interleave(2)[::2]), {})
+    yield "take_requests", "rows", ((table, lens, torch.tensor([8, 9]), torch.tensor([1, 0, 1]), 4), {})
+
+
 OTHER = [
-    pytest.param(op, call, id=f"{op}-{name}") for op, name, call in (*store_calls(), *tree_calls(), *projection_calls())
+    pytest.param(op, call, id=f"{op}-{name}")
+    for op, name, call in (*store_calls(), *tree_calls(), *projection_calls(), *place_calls())
 ]
 
 

@@ -1,6 +1,6 @@
 """What the layers of a small target take as one CUDA graph, kernel by kernel: no compiler, no checkpoint, seconds to run.
 
-    python benchmarks/bench_layers.py                       # batch x rows a request x keys, us a step
+    python benchmarks/bench_layers.py                       # batch x rows a request x keys [x room], us a step
     python benchmarks/bench_layers.py --shapes 1x16x192 --kernels
 
 The model has SmolLM2-135M's shape and random weights. ``alone`` is one replay with the device idle before, ``in a row``
@@ -41,13 +41,13 @@ def model(device: str = "cuda") -> CausalLM:
     return target
 
 
-def capture(target: CausalLM, batch: int, rows: int, keys: int, tree: bool = False) -> torch.cuda.CUDAGraph:
-    """A graph of one forward of ``rows`` rows a request, the last of ``keys`` keys."""
+def capture(target: CausalLM, batch: int, rows: int, keys: int, room: int = 0, tree: bool = False) -> torch.cuda.CUDAGraph:
+    """A graph of one forward of ``rows`` rows a request, the last of ``keys`` keys; page tables have ``room`` for more."""
     device = target.embed_tokens.weight.device
-    pages = -(-keys // PAGE_SIZE)
+    pages = -(-max(keys, room) // PAGE_SIZE)
     target.allocate_caches(batch * pages + 1, PAGE_SIZE)
     table = torch.arange(1, batch * pages + 1, dtype=torch.int32, device=device).view(batch, pages)
-    lens = torch.full((batch,), keys - 3, dtype=torch.int32, device=device)
+    lens = torch.full((batch,), keys, dtype=torch.int32, device=device)
     ids = torch.randint(0, SMOLLM2.vocab_size, (batch * rows,), device=device)
     mask = torch.tril(torch.ones(rows, rows, dtype=torch.bool, device=device)).repeat(batch, 1) if tree else None
     depths = torch.arange(rows, device=device).repeat(batch) if tree else None
@@ -116,7 +116,9 @@ def kernels(graph: torch.cuda.CUDAGraph, replays: int = 8) -> list[tuple[str, in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=SHAPES, help="batch x rows a request x keys, comma-separated")
+    parser.add_argument(
+        "--shapes", default=SHAPES, help="batch x rows a request x keys, or x room in the page table, comma-separated"
+    )
     parser.add_argument("--kernels", action="store_true", help="list the kernels of each shape")
     parser.add_argument("--tree", action="store_true", help="rows are a tree's nodes, behind a mask")
     parser.add_argument("--json", type=Path)

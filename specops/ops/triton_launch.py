@@ -158,7 +158,10 @@ def launch(
     partial_dtype = q.dtype if tiling.rounded_partials else torch.float32
     partial = torch.empty((slots, tiling.block_m, block_dv), dtype=partial_dtype, device=q.device)
     partial_lse = torch.empty((slots, tiling.block_m), dtype=torch.float32, device=q.device)
-    counters = merge_counters(q.device, units) if tiling.inline_merge else None
+    # Where every unit has one program there is nothing to merge.
+    merges = not (tiling.direct and programs == units)
+    inline_merge = tiling.inline_merge and merges
+    counters = merge_counters(q.device, units) if inline_merge else None
     overlap = launches_overlap(q.device)
     early = tiling.early and overlap
     launched_early = {"launch_pdl": True} if early else {}
@@ -207,7 +210,7 @@ def launch(
             **constants,
             **shared,
             SWAP=tiling.swap,
-            INLINE_MERGE=tiling.inline_merge,
+            INLINE_MERGE=inline_merge,
             MERGE_ROWS=min(tiling.block_m, max(MERGE_ELEMENTS // block_dv, 1)),
             EVEN=even,
             ONE_TILE=max_tiles == 1,
@@ -215,8 +218,7 @@ def launch(
             EARLY=early,
             **launched_early,
         )
-    # Where every unit has one program there is nothing to merge.
-    if not tiling.inline_merge and not (tiling.direct and programs == units):
+    if merges and not inline_merge:
         most = programs // units if tiling.direct else 2 + programs // units
         columns, rows, chunk = _merge_sizes(units, block_dv, most, partial.itemsize, tiling, num_sms(q.device))
         merge_kernel[(units, tiling.block_m // rows, block_dv // columns)](
@@ -259,7 +261,11 @@ def _merge_sizes(units: int, block_dv: int, most: int, itemsize: int, tiling: Ti
         rows = max(WIDE_MERGE_BYTES // (itemsize * chunk * columns), 1)
         return columns, min(rows, 8, tiling.block_m), chunk
     columns = min(block_dv, MERGE_COLUMNS)
-    rows = next_power_of_2(triton.cdiv(units * tiling.block_m * (block_dv // columns), sms * MERGE_PROGRAMS_PER_SM))
+    programs = units * tiling.block_m * (block_dv // columns)
+    # With a program on every multiprocessor the kernel behind can't be put in place early: 16 rows of a step of SmolLM2 took
+    # 729 us, with a third as many programs 633 (H200).
+    few = tiling.direct and programs > sms
+    rows = next_power_of_2(triton.cdiv(programs, sms // 2 if few else sms * MERGE_PROGRAMS_PER_SM))
     rows = min(rows, 8, tiling.block_m)
     return columns, rows, min(max(next_power_of_2(most), 2), MERGE_LOADED // (rows * columns))
 

@@ -129,6 +129,25 @@ def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap, programs
     check(tiling, True, dtype=torch.float16, query_lens=[9, 1, 30], seq_lens=(60, 3, 40), page_size=8)
 
 
+def test_a_small_page_table_takes_small_tiles_and_a_program_for_every_256_keys() -> None:
+    sizes = {"head_dim": 64, "value_dim": 64, "split": True, "room": 192}
+    half = (torch.float16, torch.float16)
+    short = choose_tiling(12, *half, **sizes)
+    assert (short.block_m, short.block_n, short.direct, short.min_blocks) == (16, 128, True, 2)
+    assert choose_tiling(48, *half, **sizes, units_per_sm=0.1).block_m == 16
+    assert choose_tiling(48, *half, **sizes, units_per_sm=0.7).block_m == 32
+    assert choose_tiling(48, *half, **sizes, units_per_sm=2.5).block_m == 64
+    assert not choose_tiling(12, *half, **{**sizes, "room": 4096}).direct
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 150, "sinks": True}, {"tree_width": 6}, {"fp8": True}])
+@pytest.mark.parametrize("seq_lens", [(130, 7, 0), (600, 256, 257, 20)])
+def test_few_keys_in_one_program_and_more_in_several(features, seq_lens) -> None:
+    check(dtype=torch.float16, query_lens=6, seq_lens=seq_lens, num_heads=6, num_kv_heads=2, page_size=16, **features)
+    if "tree_width" not in features:
+        check(dtype=torch.float16, query_lens=[6, 20, 1, 3][: len(seq_lens)], seq_lens=seq_lens, slack=2, **features)
+
+
 @pytest.mark.parametrize("inline_merge", [True, False])
 @pytest.mark.parametrize("features", [{"window": 20}, {"tree_width": 6, "window": 31}, {"page_size": 3}, {"page_size": 64}])
 def test_blocks_taken_in_turn(features, inline_merge) -> None:

@@ -10,6 +10,8 @@ reserved: padding points at it and nobody owns it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -251,15 +253,28 @@ class PageTable:
         return len(self._pages.get(row, []))
 
     def tensor(self) -> Tensor:
-        """``[max_requests, max_pages]`` int32 on the device, current; always the same storage."""
+        """``[max_requests, max_pages]`` int32 on the device, current; always the same storage.
+
+        What has changed is copied in stream order, and nobody waits for it: the host may change rows again at once.
+        """
         if self._changed:
             if self._device.device.type == "cpu" or len(self._changed) > 8:
-                self._device.copy_(self._host)
+                self._device.copy_(sendable(self._host, self._device.device), non_blocking=True)
             else:
-                for row in self._changed:
-                    self._device[row].copy_(self._host[row])
+                rows = sorted(self._changed)
+                for row, pages in zip(rows, sendable(self._host[rows], self._device.device), strict=True):
+                    self._device[row].copy_(pages, non_blocking=True)
             self._changed.clear()
         return self._device
+
+
+def sendable(values: Tensor | Sequence[int], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers on the host in a copy from which ``device`` can fetch them while the host goes on; the caller's own copy may
+    change meanwhile. Pinned memory for a GPU, which its allocator does not hand out again before the fetch is done."""
+    if device.type == "cuda":
+        tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+        return tensor.pin_memory()
+    return values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
 
 
 def _check_sizes(num_pages: int, **sizes: int) -> None:

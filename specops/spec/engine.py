@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from specops.compile.report import RunnerReport
 from specops.compile.step_runner import Mode, Progress, StepRunner
-from specops.kv_cache import PageAllocator, PageTable
+from specops.kv_cache import PageAllocator, PageTable, sendable
 from specops.models.packed_linear import pack_linears
 from specops.parallel import random_seed
 from specops.spec.config import SpecConfig, context_length
@@ -470,13 +470,15 @@ class Engine:
         ]
 
     def _goes_on(self, launched: Launched) -> bool:
-        """Whether some request may need a round after ``launched``, which gives each at least one token."""
+        """Whether some request will likely need a round after ``launched``, which gives each about as many tokens as its
+        rounds before. A round in vain takes longer than the device waits for one that is launched late."""
         under_way = set(map(id, launched.requests))
+        gives = max(round(self.stats.accepted_per_round), 1)
         return any(
             id(request) not in under_way
             or (
-                len(request.tokens) + 1 < request.max_new_tokens
-                and len(request.prompt) + len(request.tokens) + 1 < self.max_context
+                len(request.tokens) + gives < request.max_new_tokens
+                and len(request.prompt) + len(request.tokens) + gives < self.max_context
             )
             for request in self._active.values()
         )
@@ -485,8 +487,9 @@ class Engine:
         """Active rows, on the host and on the device, and what serves them; made anew only when the batch has changed."""
         rows = list(self._active)
         if self._rows is None or self._rows[0] != rows:
-            self.pages.tensor()
-            self._rows = rows, torch.tensor(rows, device=self.device), self._variant(rows)
+            # Nobody waits for the copy: a round is under way, and so the device does not wait for the host either.
+            index = sendable(rows, self.device, torch.int64).to(self.device, non_blocking=True)
+            self._rows = rows, index, self._variant(rows)
         return self._rows
 
     def _hand_out(
@@ -515,9 +518,8 @@ class Engine:
         request = self._active.pop(row)
         if self.rounds.sampler is not None and not request.sampling.greedy:
             self.rounds.sampler.leave(row)
+        # Rounds under way may still read the row, whose pages stay readable; who is given it next writes it first.
         self.pages.release(row)
-        self.state.seq_lens[row] = 0
-        # The table's mirror must be current before the row is used again.
         self._rows = None
 
     def _clock(self, phase: str, started: float) -> float:

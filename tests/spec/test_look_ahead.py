@@ -57,6 +57,17 @@ def test_no_round_is_launched_when_all_end_with_the_one_under_way(world: dict[st
     assert len(launched) == 1
 
 
+def test_no_round_is_launched_when_the_one_under_way_likely_ends_all(world: dict[str, Any]) -> None:
+    """After rounds of four tokens, what is left of five takes one: with one launched ahead, the last would be in vain."""
+    run = engine(world, "chain")
+    run.stats.rounds, run.stats.emitted = 10, 40
+    launched: list[int] = []
+    launch = run.rounds.launch
+    run.rounds.launch = lambda *args: launched.append(1) or launch(*args)  # type: ignore[method-assign]
+    assert run.generate(PROMPTS[:1], max_new_tokens=5)[0].tokens == world["expected"][0][:5]
+    assert len(launched) == run.stats.steps
+
+
 @pytest.mark.parametrize("place", range(6))
 def test_a_stop_token_ends_the_answer_and_the_next_request_gets_the_row(world: dict[str, Any], place: int) -> None:
     run = engine(world, "chain", max_requests=1, num_pages=20)
@@ -149,4 +160,24 @@ def test_a_gpu_looks_ahead_and_gives_the_same_ids() -> None:
     requests = run.generate(PROMPTS, max_new_tokens=COUNT)
     assert [request.tokens for request in requests] == [greedy(judge, prompt, COUNT) for prompt in PROMPTS]
     torch.cuda.synchronize()
+    assert_no_page_lost(run)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device_when_a_request_ends() -> None:
+    """Rows and page tables of the next batch go over while a round runs; the only wait is for a round's result."""
+    target = target_of(small_llama()).to("cuda")
+    run = Engine(target, Shadow(target), SpecConfig(1), max_requests=3, max_context=64, page_size=4, strict=True)
+    run.warm_up()
+    counts = (20, 6, 11)
+    for _ in range(2):
+        requests = [run.add(prompt, max_new_tokens=count) for prompt, count in zip(PROMPTS[:3], counts, strict=True)]
+        run.step()
+        while run.has_work:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                run.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert [len(request.tokens) for request in requests] == list(counts)
     assert_no_page_lost(run)

@@ -3,7 +3,7 @@
     python benchmarks/bench_vendor_calls.py
 
 Each line holds two CUDA-graph replay times of the same kernel on the same inputs, the op's and the bare call's, in
-microseconds, and their ratio. XQA appears twice: preparing its mask in each call, and once for all layers.
+microseconds, their ratio, and the launches of eight calls each. XQA appears twice: preparing its mask in each call, and once for all layers.
 """
 
 from __future__ import annotations
@@ -20,30 +20,43 @@ from specops.ops import flashinfer, planning, trtllm_mha
 BF16 = torch.bfloat16
 ROWS = ((1, 4, 4096), (8, 4, 4096), (32, 4, 4096), (64, 8, 4096), (128, 4, 2048))
 PAGE = 64
+REPEATS = 60
 
 
-def replay_us(call: Callable[[], Any], repeats: int = 60, calls_per_graph: int = 8) -> float:
-    """Median time of one call, from graphs that hold several, L2 left as the calls leave it."""
+def captured(call: Callable[[], Any], calls_per_graph: int = 8) -> torch.cuda.CUDAGraph:
+    """A graph of several calls; the L2 cache is as the calls leave it."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls_per_graph):
             call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    return graph
+
+
+def launches(graph: torch.cuda.CUDAGraph) -> int:
+    """What a replay has the device run: kernels, copies and fills."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / calls_per_graph)
-    return statistics.median(times)
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
 
 
 def row(name: str, batch: int, width: int, keys: int, op: Callable[[], Any], bare: Callable[[], Any]) -> None:
-    ours, theirs = replay_us(op), replay_us(bare)
-    print(f"{name:24} B={batch:<4} q={width:<3} kv={keys:<6} op {ours:8.1f}  bare {theirs:8.1f}  {ours / theirs:.3f}")
+    """Replays of the two take turns, in an order that changes, so that both meet the same clocks and the same neighbours."""
+    graphs, times = (captured(op), captured(bare)), ([], [])
+    for turn in range(2 * REPEATS):
+        for which in (0, 1) if turn % 2 else (1, 0):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[which].replay()
+            end.record()
+            end.synchronize()
+            times[which].append(1000 * start.elapsed_time(end) / 8)
+    ours, theirs = (statistics.median(part) for part in times)
+    counts = "{} and {} launches".format(*map(launches, graphs))
+    sizes = f"B={batch:<4} q={width:<3} kv={keys:<6}"
+    print(f"{name:24} {sizes} op {ours:8.2f}  bare {theirs:8.2f}  {ours / theirs:.3f}  {counts}", flush=True)
 
 
 def paging(batch: int, width: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, QueryLayout, int]:

@@ -3,7 +3,8 @@
     python benchmarks/bench_vendor_calls.py
 
 Each line holds two CUDA-graph replay times of the same kernel on the same inputs, the op's and the bare call's, in
-microseconds, their ratio, and the launches of eight calls each. XQA appears twice: preparing its mask in each call, and once for all layers.
+microseconds, their ratio, and the launches of eight calls each. XQA appears twice: preparing its mask in each call, and once
+for all layers.
 """
 
 from __future__ import annotations

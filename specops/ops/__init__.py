@@ -3,6 +3,7 @@
 from specops.ops.attention import mha, mla
 from specops.ops.attention_checks import checked
 from specops.ops.backends import UnsupportedAttention, add_backend, backends, register_backend
+from specops.ops.beam import expand_beam
 from specops.ops.builtin import BUILTIN
 from specops.ops.capabilities import AttentionRequest, Capabilities
 from specops.ops.linear import project_qkv, rms_norm_linear
@@ -18,6 +19,7 @@ __all__ = [
     "backends",
     "build_tree",
     "checked",
+    "expand_beam",
     "mha",
     "mla",
     "move_kv",

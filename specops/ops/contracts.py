@@ -2,7 +2,8 @@
 
 One schema per family serves all its backends: ``specops::triton_mha`` and ``specops::reference_mha`` differ in name only,
 so a graph dump names the backend and nothing else changes. Attention is functional and returns a fresh, contiguous
-tensor; the stores and moves mutate their caches and return nothing. Whatever an op reads is one of its arguments.
+tensor; the stores and moves mutate their caches and return nothing. ``project_qkv`` and ``expand_beam`` do both, each to
+save launches. Whatever an op reads is one of its arguments.
 
 Fakes look at shapes and dtypes only, never at values.
 
@@ -86,7 +87,7 @@ MOVE_KV_SCHEMA = "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor source_slots, 
 MOVE_LATENT_SCHEMA = "(Tensor(a!) kv_cache, Tensor source_slots, Tensor target_slots) -> ()"
 BUILD_TREE_SCHEMA = (
     "(Tensor root_tokens, Tensor candidate_tokens, Tensor candidate_scores, Tensor candidate_parents, "
-    "SymInt num_draft_tokens, int num_steps) "
+    "SymInt num_draft_tokens, int num_steps, bool links=True) "
     "-> (Tensor tokens, Tensor parents, Tensor depths, Tensor tree_mask, Tensor first_child, Tensor next_sibling)"
 )
 VERIFY_GREEDY_SCHEMA = (
@@ -99,6 +100,12 @@ VERIFY_SAMPLING_SCHEMA = (
 )
 
 TOP_TOKENS_SCHEMA = "(Tensor logits, int k, bool logprobs=False) -> (Tensor values, Tensor tokens)"
+# Candidates of all levels lie in one tensor of each kind, so a level writes its own into them.
+EXPAND_BEAM_SCHEMA = (
+    "(Tensor(a!) candidate_tokens, Tensor(b!) candidate_scores, Tensor(c!) candidate_parents, Tensor logits, int topk, "
+    "Tensor? rows=None, Tensor? scores=None, Tensor? beam=None, Tensor? tree_mask=None) "
+    "-> (Tensor best_scores, Tensor best_tokens, Tensor best_candidates, Tensor best_parents, Tensor best_mask)"
+)
 ROW_PLACES_SCHEMA = (
     "(Tensor page_table, Tensor seq_lens, SymInt width, int page_size, SymInt grow=0, SymInt? behind=None, "
     "Tensor? depths=None) -> (Tensor lens, Tensor positions, Tensor slots)"
@@ -112,7 +119,7 @@ RMS_NORM_LINEAR_SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? norm_weight=None, float norm_eps=1e-06, float norm_offset=0.0, "
     "Tensor? bias=None, str? gate=None, Tensor? residual=None) -> Tensor"
 )
-# The one op that mutates and returns: rotation and cache write ride along with the product that makes q, k and v.
+# Mutates and returns: rotation and cache write ride along with the product that makes q, k and v.
 PROJECT_QKV_SCHEMA = (
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor slots, "
     "int num_heads, Tensor? norm_weight=None, float norm_eps=1e-06, float norm_offset=0.0, Tensor? bias=None, "
@@ -192,18 +199,19 @@ def fake_build_tree(
     candidate_parents: Tensor,
     num_draft_tokens: int,
     num_steps: int,
+    links: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``[B, n]`` int64 tokens, parents, depths; ``[B * n, n]`` bool mask; ``[B, n]`` int64 first child, next sibling."""
+    """``[B, n]`` int64 tokens, parents, depths; ``[B * n, n]`` bool mask; ``[B, n]`` int64 links, ``[B, 0]`` without."""
     batch = root_tokens.shape[0]
     node = candidate_tokens.new_empty
-    shape = (batch, num_draft_tokens)
+    shape, linked = (batch, num_draft_tokens), (batch, num_draft_tokens if links else 0)
     return (
         node(shape),
         node(shape),
         node(shape),
         candidate_tokens.new_empty((batch * num_draft_tokens, num_draft_tokens), dtype=torch.bool),
-        node(shape),
-        node(shape),
+        node(linked),
+        node(linked),
     )
 
 
@@ -270,6 +278,29 @@ def fake_top_tokens(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Ten
     """``[R, k]`` float32 values and int64 tokens."""
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def fake_expand_beam(
+    candidate_tokens: Tensor,
+    candidate_scores: Tensor,
+    candidate_parents: Tensor,
+    logits: Tensor,
+    topk: int,
+    rows: Tensor | None = None,
+    scores: Tensor | None = None,
+    beam: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Mutates the candidates; ``[B, topk]`` float32 scores, three of int64, and ``[B * topk, W + topk]`` bool."""
+    batch, width = candidate_tokens.shape[0], 0 if tree_mask is None else tree_mask.shape[1]
+    node = candidate_tokens.new_empty
+    return (
+        node((batch, topk), dtype=torch.float32),
+        node((batch, topk)),
+        node((batch, topk)),
+        node((batch, topk)),
+        node((batch * topk, width + topk), dtype=torch.bool),
+    )
 
 
 def fake_row_places(

@@ -21,6 +21,7 @@ def build_tree(
     *,
     num_draft_tokens: int,
     num_steps: int,
+    links: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keep the ``num_draft_tokens - 1`` best candidates and lay them out as a tree (EAGLE-2, Li et al. 2024).
 
@@ -34,6 +35,7 @@ def build_tree(
         candidate_parents: ``[B, C]`` int64, index of the parent candidate, -1 for a child of the root.
         num_draft_tokens: nodes of the tree, root included; at most ``C + 1``.
         num_steps: levels below the root.
+        links: whether the traversal links are wanted; without, they are ``[B, 0]``.
 
     Returns:
         tokens, parents, depths: ``[B, n]`` int64; the root's parent is -1 and its depth 0.
@@ -68,7 +70,7 @@ def build_tree(
     if num_steps < 1:
         raise ValueError(f"num_steps must be >= 1, got {num_steps}")
     result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = torch.ops.specops.build_tree(
-        root_tokens, candidate_tokens, candidate_scores, candidate_parents, num_draft_tokens, num_steps
+        root_tokens, candidate_tokens, candidate_scores, candidate_parents, num_draft_tokens, num_steps, links
     )
     return result
 
@@ -115,6 +117,7 @@ def _build_tree(
     candidate_parents: Tensor,
     num_draft_tokens: int,
     num_steps: int,
+    links: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, device = root_tokens.shape[0], root_tokens.device
     kept_count = num_draft_tokens - 1
@@ -132,7 +135,7 @@ def _build_tree(
     for _ in range(min(num_steps, kept_count)):
         sees = eye | sees.gather(1, up)
     depths = sees.sum(dim=2) - 1
-    first_child, next_sibling = _links(parents)
+    first_child, next_sibling = _links(parents) if links else (parents.new_empty((batch, 0)), parents.new_empty((batch, 0)))
     return tokens, parents, depths, sees.reshape(batch * num_draft_tokens, num_draft_tokens), first_child, next_sibling
 
 
@@ -177,8 +180,9 @@ def _build_tree_cuda(
     candidate_parents: Tensor,
     num_draft_tokens: int,
     num_steps: int,
+    links: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    arguments = root_tokens, candidate_tokens, candidate_scores, candidate_parents, num_draft_tokens, num_steps
+    arguments = root_tokens, candidate_tokens, candidate_scores, candidate_parents, num_draft_tokens, num_steps, links
     if not contracts.has_triton():
         return _build_tree(*arguments)
     from specops.ops import triton_round

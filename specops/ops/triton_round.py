@@ -2,8 +2,7 @@
 """The small steps of a decoding round, one launch each: likeliest tokens, the draft tree, greedy verification.
 
 As torch calls each of them is a dozen launches and more, which together took as long as ten layers of a small model. A tree
-has at most a few dozen candidates, so one program a request holds it in registers, and gathers are sums over comparisons
-of all pairs.
+has at most a few dozen candidates, so one program a request holds it in registers and compares all pairs.
 
 * ``top_kernel``: one program, most often one warp, a row and chunk of the vocabulary takes the chunk's ``k`` largest, one
   maximum after another; ``join_kernel`` takes those of the chunks. A short vocabulary is one chunk and one launch.
@@ -103,8 +102,8 @@ def top_kernel(
         order = tl.where(label == at, GONE, order)
         top = number(top)
         if LOGPROBS and index == 0:
-            total = tl.sum(tl.exp(x - (top if CHUNKS == 1 else finite(top))), axis=0)
-            if CHUNKS == 1:
+            total = tl.sum(tl.exp(x - (top if sums is None else finite(top))), axis=0)
+            if sums is None:
                 subtract = top + tl.log(total)
             else:
                 tl.store(sums + row * CHUNKS + chunk, total)
@@ -167,12 +166,6 @@ def join_kernel(
 
 
 @triton.jit
-def at_index(x, index, own):
-    """``x[index]`` of vectors, by comparing all pairs; ``own`` is ``arange``."""
-    return tl.sum(tl.where(index[:, None] == own[None, :], x[None, :], 0), axis=1)
-
-
-@triton.jit
 def tree_kernel(
     roots,
     candidate_tokens,
@@ -191,6 +184,7 @@ def tree_kernel(
     C: tl.constexpr,
     N: tl.constexpr,
     STEPS: tl.constexpr,
+    LINKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
@@ -206,33 +200,37 @@ def tree_kernel(
     ahead = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (own[None, :] < own[:, None]))
     rank = tl.sum((ahead & there[None, :]).to(tl.int32), axis=1)
     kept = there & (rank < N - 1)
-    node = tl.sum((kept[None, :] & (own[None, :] <= own[:, None])).to(tl.int32), axis=1)
-    parent = tl.where(above < 0, 0, at_index(node, above, own))
+    node = tl.cumsum(kept.to(tl.int32), axis=0)
+    parent = tl.where(above < 0, 0, tl.gather(node, tl.maximum(above, 0), axis=0))
     place = request * N
     tl.store(tokens + place + node, token, mask=kept)
     tl.store(parents + place + node, parent.to(tl.int64), mask=kept)
     column = tl.arange(0, BLOCK_N)
     sees = (column[None, :] == 0) | (column[None, :] == node[:, None])
     depth = tl.full((BLOCK_C,), 1, tl.int32)
-    up = above
+    up, over = above, parent
     for _ in tl.static_range(STEPS - 1):
-        found = up >= 0
-        sees = sees | (found[:, None] & (column[None, :] == at_index(node, up, own)[:, None]))
-        depth += found.to(tl.int32)
-        up = tl.where(found, at_index(above, up, own), -1)
+        # A child of the root sees node 0 once more.
+        sees = sees | (column[None, :] == over[:, None])
+        depth += (up >= 0).to(tl.int32)
+        at = tl.maximum(up, 0)
+        over = tl.where(up >= 0, tl.gather(parent, at, axis=0), 0)
+        up = tl.where(up >= 0, tl.gather(above, at, axis=0), -1)
     tl.store(depths + place + node, depth.to(tl.int64), mask=kept)
     rows = tree_mask + ((place + node) * N)[:, None] + column[None, :]
     tl.store(rows, sees, mask=kept[:, None] & (column < N)[None, :])
-    sibling = kept[None, :] & (parent[None, :] == parent[:, None]) & (node[None, :] > node[:, None])
-    after = tl.min(tl.where(sibling, node[None, :], FAR), axis=1)
-    tl.store(next_sibling + place + node, tl.where(after == FAR, -1, after).to(tl.int64), mask=kept)
-    child = tl.min(tl.where(kept[None, :] & (parent[None, :] == column[:, None]), node[None, :], FAR), axis=1)
-    tl.store(first_child + place + column, tl.where(child == FAR, -1, child).to(tl.int64), mask=column < N)
+    if LINKS:
+        sibling = kept[None, :] & (parent[None, :] == parent[:, None]) & (node[None, :] > node[:, None])
+        after = tl.min(tl.where(sibling, node[None, :], FAR), axis=1)
+        tl.store(next_sibling + place + node, tl.where(after == FAR, -1, after).to(tl.int64), mask=kept)
+        child = tl.min(tl.where(kept[None, :] & (parent[None, :] == column[:, None]), node[None, :], FAR), axis=1)
+        tl.store(first_child + place + column, tl.where(child == FAR, -1, child).to(tl.int64), mask=column < N)
     # The root.
     tl.store(tokens + place, tl.load(roots + request * stride_root))
     tl.store(parents + place, tl.full((), -1, tl.int64))
     tl.store(depths + place, tl.full((), 0, tl.int64))
-    tl.store(next_sibling + place, tl.full((), -1, tl.int64))
+    if LINKS:
+        tl.store(next_sibling + place, tl.full((), -1, tl.int64))
     tl.store(tree_mask + place * N + column, column == 0, mask=column < N)
 
 
@@ -366,12 +364,14 @@ def build_tree(
     candidate_parents: Tensor,
     num_draft_tokens: int,
     num_steps: int,
+    links: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`specops.ops.build_tree`, for at most ``MAX_CANDIDATES`` candidates."""
     batch, candidates = candidate_tokens.shape
     device = root_tokens.device
     tokens, parents, depths, first_child, next_sibling = (
-        torch.empty((batch, num_draft_tokens), dtype=torch.int64, device=device) for _ in range(5)
+        torch.empty((batch, width), dtype=torch.int64, device=device)
+        for width in (*[num_draft_tokens] * 3, *[num_draft_tokens if links else 0] * 2)
     )
     mask = torch.empty((batch * num_draft_tokens, num_draft_tokens), dtype=torch.bool, device=device)
     if batch:
@@ -386,6 +386,7 @@ def build_tree(
             C=candidates,
             N=num_draft_tokens,
             STEPS=num_steps,
+            LINKS=links,
             BLOCK_C=block,
             BLOCK_N=max(next_power_of_2(num_draft_tokens), 16),
             num_warps=4 if block <= 64 else 8,

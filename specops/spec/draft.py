@@ -15,6 +15,7 @@ from specops import ops
 from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
 from specops.metadata import attention_metadata
+from specops.ops.beam import Beam, num_candidates
 from specops.spec.config import SpecConfig
 from specops.spec.plans import RoundHandles
 
@@ -36,6 +37,7 @@ class DraftStep(nn.Module):
         seq_lens: Tensor,
         page_table: Tensor,
         plan: RoundHandles | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
         Args:
@@ -45,12 +47,14 @@ class DraftStep(nn.Module):
             seq_lens: ``[B]`` int32, committed keys; 0 for padded requests.
             page_table: ``[B, max_pages]`` int32.
             plan: as of a planned backend.
+            rows: ``[B]`` int64, which rows of ``next_token_logits`` are the requests'; in order when not given.
 
         Returns:
             tokens, parents, depths: ``[B, n]`` int64; tree_mask ``[B * n, n]`` bool. See :func:`specops.ops.build_tree`.
         """
-        scored = self.candidates(root_tokens, next_token_logits, hidden_states, seq_lens, page_table, plan)
-        tree = ops.build_tree(root_tokens, *scored, num_draft_tokens=self.config.width, num_steps=self.config.num_steps)
+        scored = self.candidates(root_tokens, next_token_logits, hidden_states, seq_lens, page_table, plan, rows)
+        width, num_steps = self.config.width, self.config.num_steps
+        tree = ops.build_tree(root_tokens, *scored, num_draft_tokens=width, num_steps=num_steps, links=False)
         return tree[:4]
 
     def candidates(
@@ -61,6 +65,7 @@ class DraftStep(nn.Module):
         seq_lens: Tensor,
         page_table: Tensor,
         plan: RoundHandles | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Every drafted node, of which the tree keeps the best; arguments as for :meth:`forward`.
 
@@ -68,61 +73,34 @@ class DraftStep(nn.Module):
             tokens ``[B, C]`` int64, log-probabilities of the paths to them ``[B, C]`` float32, and parents ``[B, C]``
             int64, -1 for the root.
         """
-        topk = self.config.topk
-        batch, device = root_tokens.shape[0], root_tokens.device
-        scores, tokens = self._best(next_token_logits, topk)
-        all_tokens, all_scores = [tokens], [scores]
-        all_parents = [torch.full_like(tokens, -1)]
-        # Beam: the topk nodes of a level that are expanded. Entry k of beam_index names its candidate.
-        beam_index = torch.arange(topk, device=device).expand(batch, topk)
+        topk, batch = self.config.topk, root_tokens.shape[0]
+        found = root_tokens.new_empty((batch, num_candidates(topk, self.config.num_steps)))
+        scores, parents = torch.empty_like(found, dtype=torch.float32), torch.empty_like(found)
+        beam = ops.expand_beam(found, scores, parents, next_token_logits, topk=topk, rows=rows)
         hidden = hidden_states[:, None].expand(-1, topk, -1)
-        ancestors = torch.zeros((batch, topk, 0), dtype=torch.bool, device=device)
-        own = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, topk, topk)
         for level in range(1, self.config.num_steps):
-            sees = torch.cat((ancestors, own), dim=2)
             handle = None if plan is None or plan.draft is None else plan.draft[level - 1]
-            hidden = self._level(tokens, hidden, seq_lens, page_table, sees, level, handle)
-            step_scores, children = self._best(self.draft.compute_logits(hidden), topk)  # type: ignore[operator]
-            path_scores = (scores.reshape(-1, 1) + step_scores).reshape(batch, topk * topk)
-            children = children.reshape(batch, topk * topk)
-            first = topk + (level - 1) * topk * topk
-            all_tokens.append(children)
-            all_scores.append(path_scores)
-            all_parents.append(beam_index.repeat_interleave(topk, dim=1))
-            scores, best = ops.top_tokens(path_scores, topk)
-            parent_beam = best // topk
-            tokens = children.gather(1, best)
-            beam_index = first + best
-            hidden = hidden.reshape(batch, topk, -1)
-            hidden = hidden.gather(1, parent_beam[:, :, None].expand(-1, -1, hidden.shape[2]))
-            ancestors = sees.gather(1, parent_beam[:, :, None].expand(-1, -1, sees.shape[2]))
-        return torch.cat(all_tokens, dim=1), torch.cat(all_scores, dim=1), torch.cat(all_parents, dim=1)
-
-    def _best(self, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        """``[R, topk]`` log-probabilities and target ids of the likeliest tokens."""
-        scores, draft_ids = ops.top_tokens(logits, topk, logprobs=True)
-        return scores, self.draft.to_target_ids(draft_ids)  # type: ignore[operator]
+            states = self._level(beam, hidden, seq_lens, page_table, level, handle)
+            logits = self.draft.compute_logits(states)  # type: ignore[operator]
+            beam = ops.expand_beam(found, scores, parents, logits, topk=topk, beam=beam)
+            states = states.reshape(batch, topk, -1)
+            hidden = states.gather(1, beam.parents[:, :, None].expand(-1, -1, states.shape[2]))
+        return self.draft.to_target_ids(found), scores, parents  # type: ignore[operator]
 
     def _level(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        seq_lens: Tensor,
-        page_table: Tensor,
-        sees: Tensor,
-        level: int,
-        handle: Tensor | None,
+        self, beam: Beam, hidden: Tensor, seq_lens: Tensor, page_table: Tensor, level: int, handle: Tensor | None
     ) -> Tensor:
-        """Hidden states ``[B * topk, H]`` of the nodes of one level."""
+        """Hidden states ``[B * topk, H]`` of the beam's nodes, those of their parents being ``hidden``."""
         topk = self.config.topk
         width = level * topk
         # A chain's mask is plain causality, which every backend has.
-        mask, depth = (sees.reshape(-1, width), level - 1) if topk > 1 else (None, None)
+        mask, depth = (beam.tree_mask, level - 1) if topk > 1 else (None, None)
         layout = QueryLayout.uniform(topk)
         meta = attention_metadata(
             page_table, seq_lens, layout, self.page_size, depths=depth, tree_mask=mask, plan=handle, grow=width
         )
-        result: Tensor = self.draft(tokens.reshape(-1), hidden.reshape(tokens.numel(), -1), meta)
+        tokens = self.draft.to_target_ids(beam.tokens.reshape(-1))  # type: ignore[operator]
+        result: Tensor = self.draft(tokens, hidden.reshape(tokens.shape[0], -1), meta)
         return result
 
 

@@ -89,7 +89,7 @@ class RoundStep(nn.Module):
         state, width = self.state, self.width
         table, committed, lens, roots = take_requests(state.page_table, state.seq_lens, state.root_tokens, rows, grow=width)
         tokens, parents, depths, mask = self.draft(
-            roots, state.next_token_logits[rows], state.hidden_states[rows], committed, table, plan
+            roots, state.next_token_logits, state.hidden_states[rows], committed, table, plan, rows
         )
         accept_lens, accept_tokens, hidden, *scores = self.verify(
             tokens, parents, depths, mask.reshape(-1, width, width), lens, table, rows, plan

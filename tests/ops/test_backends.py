@@ -226,8 +226,8 @@ specops::store_latent(Tensor(a!) kv_cache, Tensor latent, Tensor rope, Tensor sl
 specops::move_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor source_slots, Tensor target_slots) -> ()
 specops::move_latent(Tensor(a!) kv_cache, Tensor source_slots, Tensor target_slots) -> ()
 specops::build_tree(Tensor root_tokens, Tensor candidate_tokens, Tensor candidate_scores, Tensor candidate_parents,
-    SymInt num_draft_tokens, int num_steps) -> (Tensor tokens, Tensor parents, Tensor depths, Tensor tree_mask, Tensor
-    first_child, Tensor next_sibling)
+    SymInt num_draft_tokens, int num_steps, bool links=True) -> (Tensor tokens, Tensor parents, Tensor depths, Tensor
+    tree_mask, Tensor first_child, Tensor next_sibling)
 specops::verify_greedy(Tensor tokens, Tensor parents, Tensor depths, Tensor target_tokens, int num_steps) -> (Tensor
     accept_lens, Tensor accept_index, Tensor accept_tokens)
 specops::verify_sampling(Tensor tokens, Tensor parents, Tensor target_probs, Tensor? draft_probs, Tensor

@@ -103,6 +103,7 @@ def tree_calls() -> Iterator[tuple[str, str, Call]]:
     scores = torch.tensor([[-0.1, -0.2, -0.3, -0.4], [-0.5, -0.1, -0.6, -0.1]])
     for nodes in (1, 3, 5):
         yield "build_tree", f"{nodes}-nodes", ((torch.tensor([1, 2]), tokens, scores, parents, nodes, 2), {})
+    yield "build_tree", "no-links", ((torch.tensor([1, 2]), tokens, scores, parents, 4, 2), {"links": False})
     views = (torch.tensor([[1, 9], [2, 9]])[:, 0], tokens.T.contiguous().T, scores.T.contiguous().T, parents, 4, 2)
     yield "build_tree", "views", (views, {})
     built = torch.ops.specops.build_tree(torch.tensor([1, 2]), tokens, scores, parents, 5, 2)
@@ -141,6 +142,18 @@ def projection_calls() -> Iterator[tuple[str, str, Call]]:
     yield "move_kv_layers", "two", ((*layers, torch.tensor([4, 5, -1]), torch.tensor([5, 6, 7])), {})
 
 
+def beam_calls() -> Iterator[tuple[str, str, Call]]:
+    found = torch.zeros(2, 12, dtype=torch.int64), torch.zeros(2, 12), torch.zeros(2, 12, dtype=torch.int64)
+    logits, rows = torch.randn(4, 22)[:, ::2], torch.tensor([3, 0])
+    yield "expand_beam", "first", ((*found, logits[:2], 2), {})
+    yield "expand_beam", "first-rows", ((*found, logits, 2, rows), {})
+    past = torch.randn(2, 2), torch.tensor([[1, 0], [0, 1]]), torch.eye(2, dtype=torch.bool).repeat(2, 1)
+    yield "expand_beam", "second", ((*found, logits, 2, None, *past), {})
+    wider = [torch.cat((tensor, tensor), dim=1) for tensor in found]
+    views = [tensor[:, :12] for tensor in wider]
+    yield "expand_beam", "views", ((*views, logits, 2, None, *past[:2], past[2].repeat(1, 2)), {})
+
+
 def place_calls() -> Iterator[tuple[str, str, Call]]:
     table = torch.tensor([[1, 2, 3, 9], [4, 0, 5, 9]], dtype=torch.int32)[:, :3]
     lens, depths = torch.tensor([7, 0], dtype=torch.int32), torch.tensor([0, 1, 1, 0, 1, 2])
@@ -154,7 +167,7 @@ def place_calls() -> Iterator[tuple[str, str, Call]]:
 
 OTHER = [
     pytest.param(op, call, id=f"{op}-{name}")
-    for op, name, call in (*store_calls(), *tree_calls(), *projection_calls(), *place_calls())
+    for op, name, call in (*store_calls(), *tree_calls(), *projection_calls(), *beam_calls(), *place_calls())
 ]
 
 

@@ -158,6 +158,9 @@ def test_trees_are_those_of_the_definition(topk: int, steps: int, n: int) -> Non
         for name, tensor in zip(("tokens", "parents", "depths", "mask", "first_child", "next_sibling"), found, strict=True):
             shape = (batch, n, n) if name == "mask" else (batch, n)
             assert tensor.reshape(shape)[request].tolist() == wanted[name], name
+    bare = triton_round.build_tree(*given, n, steps, links=False)
+    assert [tuple(tensor.shape) for tensor in bare[4:]] == [(batch, 0)] * 2
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(bare[:4], found[:4], strict=True))
 
 
 @pytest.mark.parametrize(("topk", "steps", "n"), [(1, 1, 2), (1, 5, 6), (2, 3, 6), (4, 3, 16), (4, 4, 40)])

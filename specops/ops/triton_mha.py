@@ -27,9 +27,8 @@ DIRECT_REQUESTS = 1
 # Two fit at once. With more units than that, further programs take turns, and a unit begins while others are under way.
 PROGRAMS_PER_SM = 2
 MANY_UNITS_PER_SM, MANY_UNITS_PROGRAMS_PER_SM = 3.5, 4
-# Tokens of a page table up to which a unit has one program, or several where its keys are many; their tiles of rows are the
-# smallest that leave at most so many programs a multiprocessor. See :func:`choose_tiling`.
-SHORT_KEYS, SHORT_WIDTH, SHORT_PROGRAMS_PER_SM = 2048, 64, 2
+# Tokens that a page table has room for up to which every 256 keys of a unit get a program, and up to which that is one.
+SHORT_KEYS, ONE_PROGRAM_KEYS = 2048, 256
 # Keys and values worth a program of their own: fewer are read in the time that another partial result takes to merge.
 PROGRAM_BYTES = 64 << 10
 
@@ -55,7 +54,7 @@ def choose_tiling(
         split: for the split kernel, else for the tile kernel.
         batch: requests.
         units_per_sm: requests times KV heads, for each multiprocessor.
-        room: tokens that the page table has room for.
+        room: tokens that the page table has room for; so few keys are worth less machinery.
     """
     width = max(head_dim, next_power_of_2(value_dim))
     if dtype == torch.float32:
@@ -66,14 +65,20 @@ def choose_tiling(
     block_m = min(max(next_power_of_2(rows), 16), MAX_SPLIT_ROWS)
     if width > 128:
         return Tiling(block_m, 32, 4, 3, 2, early=True, even=True)
-    if room <= SHORT_KEYS and width <= SHORT_WIDTH:
-        # H200, 2026-11-29, us of one of 30 layers with 9 heads in 3, D=64, 189 keys and room for 192 / for 2048, here and by
-        # the sizes below: 1 x 4 rows 5.3 and 5.3 / 5.3 and 6.0; 8 x 4 6.3 and 13.2 / 6.4 and 8.0; 32 x 1 6.4 and 13.7 / 6.6
-        # and 9.0; 32 x 4 7.4 and 14.3 / 7.5 and 8.8. With tiles of 64 rows in place of 16, 1 x 16 rows take 10.3.
+    if room <= (ONE_PROGRAM_KEYS if batch <= DIRECT_REQUESTS or units_per_sm > 2 else SHORT_KEYS):
+        # H200, 2026-11-29, us of one layer, by these sizes and by those below, keys / room:
+        #   9 heads in 3, D=64, 4 rows: 1 x 189/256 4.2 and 4.0, and no second kernel; 8 x 189/256 4.3 and 6.1 (with room for
+        #   192, in a model, 5.7 and 13.3); 8 x 1900/2048 10.9 and 12.5; 32 x 189/256 5.5 and 7.1, x 1900/2048 24.6 and 26.2.
+        #   32 heads in 8, D=128, 4 rows: 8 x 189/256 6.6 and 9.2; 8 x 1900/2048 23.8 and 24.9; 32 x 189/256 10.9 and 12.2.
+        # Tiles of 64 rows in place of 16 take 9.3 for 16 rows of one request, and 5.0 to 5.3.
         block_m = 16
-        while block_m < MAX_SPLIT_ROWS and units_per_sm * triton.cdiv(rows, block_m) > SHORT_PROGRAMS_PER_SM:
+        while block_m < min(rows, MAX_SPLIT_ROWS) and units_per_sm * triton.cdiv(rows, block_m) > 2:
             block_m *= 2
-        return Tiling(block_m, 128, 8, 2, 2, min_blocks=2, direct=True, early=True)
+        if width > 64:
+            return Tiling(block_m, 64, 8, 3, 2, min_blocks=4, direct=True, early=True)
+        if block_m > 32:
+            return Tiling(block_m, 128, 8, 2, 2, min_blocks=2, direct=True, early=True)
+        return Tiling(block_m, 256, 8, 1, 2, direct=True, early=True)
     if batch <= DIRECT_REQUESTS and rows <= MAX_SPLIT_ROWS:
         # H200, 2026-11-29, us, merged by the second kernel and by the last program: 4 rows of 4096 keys 10.25 and 13.4;
         # 9 heads in 3, D=64, 256 keys: 4 rows 4.2 and 4.9, or 4.7 for one program a head; 16 rows 5.1 and 5.6. With three

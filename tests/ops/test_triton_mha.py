@@ -130,14 +130,23 @@ def test_ragged_lengths_are_cut_anywhere_and_merged(inline_merge, swap, programs
 
 
 def test_a_small_page_table_takes_small_tiles_and_a_program_for_every_256_keys() -> None:
-    sizes = {"head_dim": 64, "value_dim": 64, "split": True, "room": 192}
     half = (torch.float16, torch.float16)
-    short = choose_tiling(12, *half, **sizes)
-    assert (short.block_m, short.block_n, short.direct, short.min_blocks) == (16, 128, True, 2)
-    assert choose_tiling(48, *half, **sizes, units_per_sm=0.1).block_m == 16
-    assert choose_tiling(48, *half, **sizes, units_per_sm=0.7).block_m == 32
-    assert choose_tiling(48, *half, **sizes, units_per_sm=2.5).block_m == 64
-    assert not choose_tiling(12, *half, **{**sizes, "room": 4096}).direct
+    d64 = {"head_dim": 64, "value_dim": 64, "split": True}
+    for rows, units_per_sm, room, sizes in (
+        (12, 0.1, 192, (16, 256, 1)),
+        (48, 0.1, 192, (16, 256, 1)),
+        (48, 0.7, 2048, (32, 256, 1)),
+        (48, 2.5, 256, (64, 128, 2)),
+        (12, 2.5, 256, (16, 256, 1)),
+    ):
+        short = choose_tiling(rows, *half, **d64, units_per_sm=units_per_sm, room=room)
+        assert short.direct
+        assert (short.block_m, short.block_n, short.min_blocks) == sizes
+    assert choose_tiling(16, *half, 128, 128, True, room=256).min_blocks * 64 == 256
+    # One request of more keys, and enough units to fill the GPU, are cut as ever.
+    assert choose_tiling(12, *half, **d64, batch=1, room=257).block_n == 64
+    assert choose_tiling(12, *half, **d64, units_per_sm=2.5, room=257).even
+    assert choose_tiling(12, *half, **d64, room=2049).even
 
 
 @pytest.mark.parametrize("features", [{}, {"window": 150, "sinks": True}, {"tree_width": 6}, {"fp8": True}])

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specops.ops.triton_common import early_launch
+
 BLOCK_BYTES = 256
 
 
@@ -83,15 +85,18 @@ def zero_hidden_rows(out: Tensor, seq_lens: Tensor, query_start: Tensor | None, 
     starts = out if query_start is None else query_start.contiguous()
     _zero_hidden_rows[(batch, rows)](
         out, seq_lens.contiguous(), starts, rows, SIZE=size, BLOCK=min(triton.next_power_of_2(size), 1024),
-        PACKED=query_start is not None,
+        PACKED=query_start is not None, **early_launch(out.device),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _zero_hidden_rows(  # type: ignore[no-untyped-def]
-    out, seq_lens, query_start, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr
+    out, seq_lens, query_start, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr
 ):
     """One program per request and row: row ``i`` of ``c`` stands at ``seq_len - c + i``."""
+    if EARLY:
+        # Put in place while the kernel that writes the rows ends.
+        tl.extra.cuda.gdc_wait()
     request, row = tl.program_id(0), tl.program_id(1)
     if PACKED:
         first = tl.load(query_start + request)

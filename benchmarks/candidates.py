@@ -53,9 +53,13 @@ def mha_candidates(row: Row) -> list[Tiling]:
     elif row.batch == 1:
         base = replace(direct, inline_merge=False)
         sizes = [(64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 2, 3), (64, 4, 4, 2), (64, 4, 3, 1), (128, 4, 2, 2), (128, 8, 2, 2)]
+        # A program for each 128 or 256 keys: half and a quarter of the partial results.
+        sizes += [(256, 8, 1, 1), (256, 4, 1, 1), (128, 8, 1, 2), (128, 8, 1, 1), (128, 4, 1, 2), (128, 4, 2, 1)]
         found = [*_sized(base, sizes), replace(base, prefetch=True), replace(base, early=False)]
+        found += _sized(replace(base, wide_merge=True), [(64, 4, 4, 2), (256, 8, 1, 1), (128, 8, 1, 2)])
     elif row.name in ("window", "window_control", "ragged", "tree", "sinks"):
         found = [even, replace(even, swap=True), replace(even, even=False)]
+        found += _sized(replace(direct, min_blocks=4), [(64, 4, 3, 2), (64, 8, 3, 2), (64, 8, 3, 4)])
     else:
         # Without the schedule: what the even cut would take if it cost nothing to find out.
         found = [direct, even, replace(even, prefetch=True), replace(even, early=False), replace(even, swap=True)]
@@ -95,6 +99,7 @@ def chosen(row: Row) -> Tiling:
         True,
         batch=row.batch,
         units_per_sm=row.batch * row.num_kv_heads / 132,
+        room=max(row.table_keys, *row.lens),
     )
 
 

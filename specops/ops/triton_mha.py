@@ -65,24 +65,26 @@ def choose_tiling(
     block_m = min(max(next_power_of_2(rows), 16), MAX_SPLIT_ROWS)
     if width > 128:
         return Tiling(block_m, 32, 4, 3, 2, early=True, even=True)
+    # Few keys are quickly read again: 16 rows of one request, three heads a group, take 5.3 us as three tiles of 16 rows and
+    # 9.3 as one of 64 (H200, 2026-11-29, in a model of 9 heads in 3, D=64, 189 keys).
+    small = 16
+    while small < block_m and units_per_sm * triton.cdiv(rows, small) > 2:
+        small *= 2
     if room <= (ONE_PROGRAM_KEYS if batch <= DIRECT_REQUESTS or units_per_sm > 2 else SHORT_KEYS):
         # H200, 2026-11-29, us of one layer, by these sizes and by those below, keys / room:
         #   9 heads in 3, D=64, 4 rows: 1 x 189/256 4.2 and 4.0, and no second kernel; 8 x 189/256 4.3 and 6.1 (with room for
         #   192, in a model, 5.7 and 13.3); 8 x 1900/2048 10.9 and 12.5; 32 x 189/256 5.5 and 7.1, x 1900/2048 24.6 and 26.2.
         #   32 heads in 8, D=128, 4 rows: 8 x 189/256 6.6 and 9.2; 8 x 1900/2048 23.8 and 24.9; 32 x 189/256 10.9 and 12.2.
-        # Tiles of 64 rows in place of 16 take 9.3 for 16 rows of one request, and 5.0 to 5.3.
-        block_m = 16
-        while block_m < min(rows, MAX_SPLIT_ROWS) and units_per_sm * triton.cdiv(rows, block_m) > 2:
-            block_m *= 2
         if width > 64:
-            return Tiling(block_m, 64, 8, 3, 2, min_blocks=4, direct=True, early=True)
-        if block_m > 32:
-            return Tiling(block_m, 128, 8, 2, 2, min_blocks=2, direct=True, early=True)
-        return Tiling(block_m, 256, 8, 1, 2, direct=True, early=True)
+            return Tiling(small, 64, 8, 3, 2, min_blocks=4, direct=True, early=True)
+        if small > 32:
+            return Tiling(small, 128, 8, 2, 2, min_blocks=2, direct=True, early=True)
+        return Tiling(small, 256, 8, 1, 2, direct=True, early=True)
     if batch <= DIRECT_REQUESTS and rows <= MAX_SPLIT_ROWS:
         # H200, 2026-11-29, us, merged by the second kernel and by the last program: 4 rows of 4096 keys 10.25 and 13.4;
         # 9 heads in 3, D=64, 256 keys: 4 rows 4.2 and 4.9, or 4.7 for one program a head; 16 rows 5.1 and 5.6. With three
         # blocks in flight 12.0 in a later run, with four 10.2.
+        block_m = small if room <= SHORT_KEYS else block_m
         return Tiling(block_m, 64, 4, 4, 2, inline_merge=False, direct=True, early=True)
     least = max(PROGRAM_BYTES // (64 * (head_dim + value_dim) * kv_dtype.itemsize), 1)
     programs = MANY_UNITS_PROGRAMS_PER_SM if units_per_sm >= MANY_UNITS_PER_SM else PROGRAMS_PER_SM

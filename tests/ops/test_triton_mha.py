@@ -145,6 +145,10 @@ def test_a_small_page_table_takes_small_tiles_and_a_program_for_every_256_keys()
     assert choose_tiling(16, *half, 128, 128, True, room=256).min_blocks * 64 == 256
     # One request of more keys, and enough units to fill the GPU, are cut as ever.
     assert choose_tiling(12, *half, **d64, batch=1, room=257).block_n == 64
+    assert [choose_tiling(48, *half, **d64, batch=1, units_per_sm=0.1, room=room).block_m for room in (257, 2049)] == [
+        16,
+        64,
+    ]
     assert choose_tiling(12, *half, **d64, units_per_sm=2.5, room=257).even
     assert choose_tiling(12, *half, **d64, room=2049).even
 

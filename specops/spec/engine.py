@@ -29,7 +29,7 @@ from specops.models.packed_linear import pack_linears
 from specops.parallel import random_seed
 from specops.spec.config import SpecConfig, context_length
 from specops.spec.prefill import Choose, Forwards, prefill
-from specops.spec.prefill_graphs import PrefillGraphs, PrefillStep, plans_on_host
+from specops.spec.prefill_graphs import Prefilled, PrefillGraphs, PrefillStep, plans_on_host
 from specops.spec.request import Request
 from specops.spec.round import RoundResult, RoundState, pack, unpack
 from specops.spec.runners import VARIANTS, Pending, RoundRunners, Variant, variant_for
@@ -380,16 +380,28 @@ class Engine:
         if not joined:
             return []
         started = time.perf_counter()
-        result = self._replay_prefill(joined) or self._run_prefill(joined)
+        prefilled = self._launch_prefill(joined)
+        if prefilled is None or self._prefill_graphs is None:
+            result = self._run_prefill(joined)
+        else:
+            # The first round is there before the first tokens are read, so that the device does not wait for the host.
+            if self.look_ahead and self._ahead is None and any(map(self._outlives_prefill, joined)):
+                self._ahead = self._launch()
+            result = self._prefill_graphs.read(prefilled)
         self._clock("prefill", started)
         return self._hand_out(joined, result.tokens, result.margins, result.logprobs, tell)
 
-    def _replay_prefill(self, joined: list[int]) -> RoundResult | None:
+    def _launch_prefill(self, joined: list[int]) -> Prefilled | None:
         """First tokens by one replay; None where no graph serves the prompts."""
         if self._prefill_graphs is None or self._variant(joined) != "greedy":
             return None
         self.pages.tensor()
-        return self._prefill_graphs.run(joined, [self._active[row].prompt for row in joined])
+        return self._prefill_graphs.launch(joined, [self._active[row].prompt for row in joined])
+
+    def _outlives_prefill(self, row: int) -> bool:
+        """Whether the request needs more than one token, if none stops it."""
+        request = self._active[row]
+        return request.max_new_tokens > 1 and len(request.prompt) + 1 < self.max_context
 
     def _run_prefill(self, joined: list[int]) -> RoundResult:
         """First tokens of any prompts, chosen in any way."""

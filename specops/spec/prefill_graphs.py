@@ -108,6 +108,13 @@ class Recorded(NamedTuple):
     output: Tensor
 
 
+class Prefilled(NamedTuple):
+    """A replay under way: what it is read from, once ``copied`` has happened."""
+
+    packed: Tensor
+    copied: torch.cuda.Event | None
+
+
 class PrefillGraphs:
     """Graphs of a :class:`PrefillStep`, one a bucket.
 
@@ -139,6 +146,9 @@ class PrefillGraphs:
         size = self.row_buckets[-1] + 2 * max_requests
         self._host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
+        # Length, token and margin of each request.
+        self._results = torch.empty((max_requests, 3), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._graphs: dict[Bucket, Recorded | None] = {}
         self._entries: dict[Bucket, PrefillBucketReport] = {}
         self._statics: StaticTensors | None = None
@@ -154,10 +164,11 @@ class PrefillGraphs:
             next(size for size in self.request_buckets if size >= num_requests),
         )
 
-    def run(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> RoundResult | None:
-        """First tokens of the requests in ``rows`` of the state, which afterwards hold them; None if no graph can.
+    def launch(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Prefilled | None:
+        """Start the prefill of the requests in ``rows`` of the state, which afterwards hold them; None if no graph can.
 
-        The pages of ``prompts`` must be reserved, and the device's page table current.
+        The pages of ``prompts`` must be reserved, and the device's page table current. What this returns is to be read
+        before the next launch: the integers on their way to the device, and the graph's memory, are used again.
         """
         num_rows = sum(map(len, prompts))
         bucket = self.bucket_for(num_rows, len(rows))
@@ -175,8 +186,17 @@ class PrefillGraphs:
         self._entries[bucket].replays += 1
         self._stage(bucket, rows, prompts)
         recorded.replay()
-        # Waits for the device: the pinned integers may be overwritten, and the graph's memory be used again.
-        return unpack(recorded.output[: len(rows)], 1)
+        packed = self._results[: len(rows)]
+        packed.copy_(recorded.output[: len(rows)], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self.device))
+        return Prefilled(packed, self._copied)
+
+    def read(self, prefilled: Prefilled) -> RoundResult:
+        """Wait for a prefill; its first tokens."""
+        if prefilled.copied is not None:
+            prefilled.copied.synchronize()
+        return unpack(prefilled.packed, 1)
 
     def warm_up(self, progress: Progress | None = None) -> PrefillReport:
         """Capture the buckets up to ``WARM_ROWS`` rows, largest first; ``progress`` as for ``StepRunner.warm_up``."""

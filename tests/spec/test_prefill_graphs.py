@@ -117,6 +117,27 @@ def test_several_prompts_join_in_one_replay_and_fill_a_bucket_to_its_last_row() 
     assert replays(engine)[(16, 3)] >= 1
 
 
+def test_the_first_round_is_launched_before_the_first_tokens_are_read() -> None:
+    judge, target = world()
+    engine = engine_of(Shadow(target), look_ahead=True)
+    order: list[str] = []
+    graphs, rounds = engine._prefill_graphs, engine.rounds
+    assert graphs is not None
+    for owner, name in ((graphs, "launch"), (graphs, "read"), (rounds, "launch"), (rounds, "read")):
+        told, plain = f"{name} {'prefill' if owner is graphs else 'round'}", getattr(owner, name)
+        setattr(owner, name, lambda *args, told=told, plain=plain: order.append(told) or plain(*args))
+    (request,) = engine.generate([prompt_of(9)], max_new_tokens=COUNT)
+    assert request.tokens == greedy(judge, prompt_of(9), COUNT)
+    assert order[:5] == ["launch prefill", "launch round", "read prefill", "launch round", "read round"]
+    # The token of prefill ends these; a stop token that nobody foresees makes the round one in vain.
+    order.clear()
+    first = greedy(judge, prompt_of(9), 1)
+    assert engine.generate([prompt_of(9)], max_new_tokens=1)[0].tokens == first
+    assert order == ["launch prefill", "read prefill"]
+    assert engine.generate([prompt_of(9)], max_new_tokens=COUNT, stop_token_ids=first)[0].tokens == first
+    assert engine.generate([prompt_of(7)], max_new_tokens=COUNT)[0].tokens == greedy(judge, prompt_of(7), COUNT)
+
+
 @pytest.mark.parametrize("lengths", [(7, 1, 12), (7, 12), (5,)])
 def test_f58_caches_and_state_are_those_of_one_token_after_the_other(lengths: tuple[int, ...]) -> None:
     """Target and draft run their tokens singly here; prefill must leave the same keys, values, logits and hidden states."""

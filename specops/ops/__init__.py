@@ -7,6 +7,7 @@ from specops.ops.beam import expand_beam
 from specops.ops.builtin import BUILTIN
 from specops.ops.capabilities import AttentionRequest, Capabilities
 from specops.ops.linear import project_qkv, rms_norm_linear
+from specops.ops.round_end import commit_round, hand_on
 from specops.ops.sampling import verify_sampling
 from specops.ops.store_kv import move_kv, move_kv_layers, move_latent, store_kv, store_latent
 from specops.ops.top_tokens import top_tokens
@@ -19,7 +20,9 @@ __all__ = [
     "backends",
     "build_tree",
     "checked",
+    "commit_round",
     "expand_beam",
+    "hand_on",
     "mha",
     "mla",
     "move_kv",

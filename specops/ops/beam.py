@@ -71,7 +71,7 @@ def expand_beam(
         raise ValueError(f"logits must be [R, V] with V >= topk = {topk} >= 1, got {tuple(logits.shape)}")
     past = (None, None, None) if beam is None else (beam.scores, beam.candidates, beam.tree_mask)
     arguments = (candidate_tokens, candidate_scores, candidate_parents, logits, topk, rows, *past)
-    if logits.is_cuda and contracts.has_triton():
+    if contracts.through_op(logits):
         return Beam(*torch.ops.specops.expand_beam(*arguments))
     return Beam(*_expand_beam(*arguments))
 
@@ -123,7 +123,8 @@ def _expand_beam_cuda(
         return _expand_beam(*arguments)
     from specops.ops import triton_beam
 
-    return triton_beam.expand_beam(*arguments) if triton_beam.can_expand(topk) else _expand_beam(*arguments)
+    served = triton_beam.can_expand(topk, arguments[:3])
+    return triton_beam.expand_beam(*arguments) if served else _expand_beam(*arguments)
 
 
 contracts.define(

@@ -2,8 +2,8 @@
 
 One schema per family serves all its backends: ``specops::triton_mha`` and ``specops::reference_mha`` differ in name only,
 so a graph dump names the backend and nothing else changes. Attention is functional and returns a fresh, contiguous
-tensor; the stores and moves mutate their caches and return nothing. ``project_qkv`` and ``expand_beam`` do both, each to
-save launches. Whatever an op reads is one of its arguments.
+tensor; the stores and moves mutate their caches and return nothing. ``project_qkv``, ``expand_beam`` and ``commit_round`` do
+both, to save launches. Whatever an op reads is one of its arguments.
 
 Fakes look at shapes and dtypes only, never at values.
 
@@ -59,6 +59,14 @@ def constant_when_compiled(function: Call) -> Call:
     return function
 
 
+def through_op(tensor: Tensor) -> bool:
+    """Whether small steps of a round go through an op, one or two launches, or stay torch that is compiled with the rest.
+
+    On a GPU the former. Called while tracing, so it asks for nothing but the device: without Triton the ops run as torch.
+    """
+    return tensor.is_cuda
+
+
 def define(name: str, schema: str, fake: Callable[..., Any], kernels: dict[str, Callable[..., Any]]) -> None:
     """Define ``specops::{name}`` with its fake and one kernel per dispatch key."""
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -105,6 +113,15 @@ EXPAND_BEAM_SCHEMA = (
     "(Tensor(a!) candidate_tokens, Tensor(b!) candidate_scores, Tensor(c!) candidate_parents, Tensor logits, int topk, "
     "Tensor? rows=None, Tensor? scores=None, Tensor? beam=None, Tensor? tree_mask=None) "
     "-> (Tensor best_scores, Tensor best_tokens, Tensor best_candidates, Tensor best_parents, Tensor best_mask)"
+)
+HAND_ON_SCHEMA = (
+    "(Tensor accept_index, Tensor accept_tokens, Tensor best, Tensor hidden, Tensor seq_lens, Tensor page_table, "
+    "SymInt width, int page_size, bool moves) "
+    "-> (Tensor tokens, Tensor hidden_states, Tensor margins, Tensor source_slots, Tensor target_slots)"
+)
+COMMIT_ROUND_SCHEMA = (
+    "(Tensor(a!) seq_lens, Tensor(b!) root_tokens, Tensor(c!) next_token_logits, Tensor(d!) hidden_states, Tensor rows, "
+    "Tensor committed, Tensor accept_lens, Tensor accept_tokens, Tensor logits, Tensor hidden, Tensor[] scores) -> Tensor"
 )
 ROW_PLACES_SCHEMA = (
     "(Tensor page_table, Tensor seq_lens, SymInt width, int page_size, SymInt grow=0, SymInt? behind=None, "
@@ -301,6 +318,47 @@ def fake_expand_beam(
         node((batch, topk)),
         node((batch * topk, width + topk), dtype=torch.bool),
     )
+
+
+def fake_hand_on(
+    accept_index: Tensor,
+    accept_tokens: Tensor,
+    best: Tensor,
+    hidden: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    width: int,
+    page_size: int,
+    moves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``[B, n]`` int64, ``[B * n, H]`` in hidden's dtype, ``[B, n]`` float32, and twice ``[B * d]`` int64 or ``[0]``."""
+    batch, depth = accept_index.shape
+    moving = batch * depth if moves else 0
+    return (
+        accept_tokens.new_empty((batch, width)),
+        hidden.new_empty((batch * width, hidden.shape[1])),
+        best.new_empty((batch, width)),
+        accept_index.new_empty((moving,)),
+        accept_index.new_empty((moving,)),
+    )
+
+
+def fake_commit_round(
+    seq_lens: Tensor,
+    root_tokens: Tensor,
+    next_token_logits: Tensor,
+    hidden_states: Tensor,
+    rows: Tensor,
+    committed: Tensor,
+    accept_lens: Tensor,
+    accept_tokens: Tensor,
+    logits: Tensor,
+    hidden: Tensor,
+    scores: list[Tensor],
+) -> Tensor:
+    """Mutates the state; ``[B, 1 + (1 + s) n]`` int32 with ``s`` scores."""
+    batch, width = accept_tokens.shape
+    return accept_lens.new_empty((batch, 1 + (1 + len(scores)) * width), dtype=torch.int32)
 
 
 def fake_row_places(

@@ -58,7 +58,7 @@ def row_places(
     Returns:
         ``[B]`` int32 grown lengths; ``[T]`` int64 positions, at least 0; ``[T]`` int64 slots, see :func:`slots_of`.
     """
-    if page_table.is_cuda and contracts.has_triton():
+    if contracts.through_op(page_table):
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.specops.row_places(
             page_table, seq_lens, width, page_size, grow, behind, depths
         )

@@ -8,6 +8,8 @@ comparing all pairs of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -95,9 +97,9 @@ def beam_kernel(
     tl.store(best_mask + (out * (WIDTH + K))[:, None] + column, sees, mask=chosen[:, None] & (column < WIDTH + K))
 
 
-def can_expand(topk: int) -> bool:
-    """Whether :func:`expand_beam` takes as many: all pairs of a level's candidates are compared."""
-    return topk <= MAX_CHILDREN
+def can_expand(topk: int, candidates: Sequence[Tensor]) -> bool:
+    """Whether :func:`expand_beam` serves this: all pairs of a level's candidates are compared, rows have no gaps."""
+    return topk <= MAX_CHILDREN and all(tensor.stride(1) == 1 for tensor in candidates)
 
 
 def expand_beam(
@@ -111,7 +113,7 @@ def expand_beam(
     beam: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the op ``expand_beam``; see :func:`can_expand`. Candidates need a unit last stride."""
+    """As the op ``expand_beam``; see :func:`can_expand`."""
     batch, device = candidate_tokens.shape[0], candidate_tokens.device
     width = 0 if tree_mask is None else tree_mask.shape[1]
     tokens, candidates, parents = (torch.empty((batch, topk), dtype=torch.int64, device=device) for _ in range(3))

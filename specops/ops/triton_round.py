@@ -327,7 +327,7 @@ def _launch_top(
     )
 
 
-def top_tokens(logits: Tensor, k: int, logprobs: bool) -> tuple[Tensor, Tensor]:
+def top_tokens(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
     """As :func:`specops.ops.top_tokens`; see :func:`can_rank`."""
     rows, vocab = logits.shape
     values = torch.empty((rows, k), dtype=torch.float32, device=logits.device)

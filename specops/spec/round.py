@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from specops.batch import Field, FieldTable
 from specops.compile.draft_extend import DraftExtendStep
 from specops.ops.places import take_requests
+from specops.ops.round_end import commit_round
+from specops.ops.round_end import pack as pack
 from specops.spec.draft import DraftStep
 from specops.spec.plans import RoundHandles
 from specops.spec.verify import DecodeStep, VerifyStep
@@ -97,11 +99,17 @@ class RoundStep(nn.Module):
         handle = None if plan is None else plan.extend
         handed_on = hidden.reshape(-1, width, hidden.shape[1])
         logits, carried = self.extend(accept_tokens, handed_on, lens, accept_lens, table, handle)
-        state.next_token_logits.index_put_((rows,), logits)
-        state.hidden_states.index_put_((rows,), carried)
-        roots = accept_tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0]
-        state.advance(rows, committed, accept_lens, roots)
-        return (pack(accept_lens, accept_tokens, *scores),)
+        packed = commit_round(
+            *(state.seq_lens, state.root_tokens, state.next_token_logits, state.hidden_states),
+            rows=rows,
+            committed=committed,
+            accept_lens=accept_lens,
+            accept_tokens=accept_tokens,
+            logits=logits,
+            hidden=carried,
+            scores=scores,
+        )
+        return (packed,)
 
 
 class DecodeRound(nn.Module):
@@ -124,13 +132,6 @@ class DecodeRound(nn.Module):
 def round_fields(spare_row: int) -> FieldTable:
     """The one field of a round: rows, padded with the spare one."""
     return FieldTable((Field("rows", "request", (), torch.int64, pad=spare_row),), 1)
-
-
-def pack(accept_lens: Tensor, tokens: Tensor, *scores: Tensor) -> Tensor:
-    """``[B, 1 + (1 + s) n]`` int32: length, tokens, and the bits of ``s`` float32 scores ``[B, n]`` each: margins, then
-    log-probabilities if there are any. One copy to the host instead of three or four."""
-    bits = [score.float().view(torch.int32) for score in scores]
-    return torch.cat((accept_lens[:, None], tokens.to(torch.int32), *bits), dim=1)
 
 
 class RoundResult(NamedTuple):

@@ -17,7 +17,7 @@ from specops import ops
 from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
 from specops.metadata import AttentionMetadata, attention_metadata
-from specops.ops.places import slots_of
+from specops.ops.round_end import fit, hand_on
 from specops.spec.config import SpecConfig
 from specops.spec.plans import RoundHandles
 from specops.spec.sampling import Sampler
@@ -87,19 +87,27 @@ class VerifyStep(nn.Module):
                 logits.view(batch, width, -1), likeliest, tokens, parents, depths, tree_mask, seq_lens, rows
             )
         accept_lens, accept_index, accept_tokens = accepted
-        places = _fit(accept_index.clamp(min=0), width)
+        emitted, handed_on, margins, *slots = hand_on(
+            accept_index,
+            accept_tokens,
+            best,
+            handed_on,
+            seq_lens,
+            page_table,
+            width=width,
+            page_size=self.page_size,
+            moves=not chain,
+        )
         if not chain:
-            self._compact(accept_index, seq_lens, page_table, width)
-        handed_on = handed_on.reshape(batch, width, -1)
-        handed_on = handed_on.gather(1, places[:, :, None].expand(-1, -1, handed_on.shape[2]))
-        gaps = (best[:, 0] - best[:, 1]).reshape(batch, width)
-        emitted = _fit(accept_tokens, width)
-        result = (accept_lens, emitted, handed_on.flatten(0, 1), gaps.gather(1, places))
+            # The accepted nodes' K/V goes to the slots right behind the prefix, in every layer.
+            move_caches(self.target.caches, *slots)  # type: ignore[arg-type]
+        result = (accept_lens, emitted, handed_on, margins)
         if self.sampler is None or rows is None:
             return result
         if self.ranks is not None:
             real = torch.arange(width, device=tokens.device) < accept_lens[:, None]
             self.sampler.mark(rows, torch.where(real, emitted, emitted[:, :1]))
+        places = fit(accept_index.clamp(min=0), width)
         return (*result, _logprobs(logits.view(batch, width, -1), places, emitted))
 
     def run_tree(
@@ -148,19 +156,6 @@ class VerifyStep(nn.Module):
         probabilities = self.sampler.probabilities(weights, likeliest, rows)
         tests, bonus = self.sampler.tree_uniforms(rows, committed, width)
         return ops.verify_sampling(tokens, parents, probabilities, None, tests, bonus, num_steps=num_steps)
-
-    def _compact(self, accept_index: Tensor, seq_lens: Tensor, page_table: Tensor, width: int) -> None:
-        """Move the accepted nodes' K/V to the slots right behind the prefix, in every layer."""
-        batch, depth = accept_index.shape
-        prefix = (seq_lens.long() - width)[:, None]
-        place = torch.arange(depth, device=accept_index.device).expand(batch, depth)
-        moving = (accept_index >= 0) & (accept_index != place)
-        request = torch.arange(batch, device=accept_index.device)[:, None].expand(batch, depth).reshape(-1)
-        source = torch.where(moving, prefix + accept_index, -1).reshape(-1)
-        target = torch.where(moving, prefix + place, -1).reshape(-1)
-        source_slots = slots_of(source, request, page_table, self.page_size)
-        target_slots = slots_of(target, request, page_table, self.page_size)
-        move_caches(self.target.caches, source_slots, target_slots)  # type: ignore[arg-type]
 
 
 class DecodeStep(nn.Module):
@@ -263,11 +258,6 @@ def verify_fields(config: SpecConfig, max_pages: int, spare_row: int | None = No
         ),
         config.width,
     )
-
-
-def _fit(rows: Tensor, width: int) -> Tensor:
-    """``[B, width]``: columns behind the path are zero; a path is never longer than ``width``."""
-    return nn.functional.pad(rows, (0, width - rows.shape[1])) if rows.shape[1] < width else rows[:, :width]
 
 
 def _logprobs(logits: Tensor, places: Tensor, tokens: Tensor) -> Tensor:

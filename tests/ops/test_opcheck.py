@@ -154,6 +154,20 @@ def beam_calls() -> Iterator[tuple[str, str, Call]]:
     yield "expand_beam", "views", ((*views, logits, 2, None, *past[:2], past[2].repeat(1, 2)), {})
 
 
+def round_end_calls() -> Iterator[tuple[str, str, Call]]:
+    index, tokens = torch.tensor([[0, 2, -1, 9], [0, 1, 3, 9]])[:, :3], torch.tensor([[5, 6, 0], [7, 8, 9]])
+    lens, table = torch.tensor([9, 0], dtype=torch.int32), torch.tensor([[1, 2, 3], [0, 0, 0]], dtype=torch.int32)
+    best, hidden = torch.randn(8, 2), torch.randn(8, 7)[:, :5]
+    for name, moves in (("chain", False), ("tree", True)):
+        yield "hand_on", name, ((index, tokens, best, hidden, lens, table, 4, 4, moves), {})
+    yield "hand_on", "as-wide", ((index.clamp(max=2), tokens, best[:6], hidden[:6], lens, table, 3, 4, True), {})
+    state = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 6), torch.zeros(4, 5)
+    accepted = torch.tensor([2, 3], dtype=torch.int32)
+    left = (torch.tensor([2, 0]), lens, accepted, tokens, torch.randn(2, 8)[:, :6], torch.randn(2, 5))
+    for count in range(3):
+        yield "commit_round", f"{count}-scores", ((*state, *left, [torch.randn(2, 3) for _ in range(count)]), {})
+
+
 def place_calls() -> Iterator[tuple[str, str, Call]]:
     table = torch.tensor([[1, 2, 3, 9], [4, 0, 5, 9]], dtype=torch.int32)[:, :3]
     lens, depths = torch.tensor([7, 0], dtype=torch.int32), torch.tensor([0, 1, 1, 0, 1, 2])
@@ -167,7 +181,14 @@ def place_calls() -> Iterator[tuple[str, str, Call]]:
 
 OTHER = [
     pytest.param(op, call, id=f"{op}-{name}")
-    for op, name, call in (*store_calls(), *tree_calls(), *projection_calls(), *beam_calls(), *place_calls())
+    for op, name, call in (
+        *store_calls(),
+        *tree_calls(),
+        *projection_calls(),
+        *beam_calls(),
+        *place_calls(),
+        *round_end_calls(),
+    )
 ]
 
 

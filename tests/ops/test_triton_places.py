@@ -113,7 +113,6 @@ def test_metadata_of_a_gpu_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append("row_places")
         return real(*arguments)
 
-    monkeypatch.setattr(places.contracts, "has_triton", lambda: True)
     monkeypatch.setattr(torch.ops.specops, "row_places", told)
     with torch._subclasses.fake_tensor.FakeTensorMode():
         table = torch.empty((2, 3), dtype=torch.int32, device="cuda")

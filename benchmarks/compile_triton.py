@@ -43,6 +43,10 @@ class Compiled:
     product_groups: int
 
 
+# Shared memory of a program, by compute capability.
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+
 class _NoDriver:
     """Enough of a Triton driver to compile for ``target`` without a device."""
 
@@ -71,6 +75,7 @@ def _compile_only(arch: int, kernels: list[Any]) -> Iterator[None]:
     run = JITFunction.run
     told: dict[str, Any] = {"num_sms": lambda device: 132, "launches_overlap": lambda device: arch >= 90}
     told["hopper_products"] = lambda device: arch == 90
+    told["shared_memory"] = lambda device: SHARED_BYTES[arch]
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)

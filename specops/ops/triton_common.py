@@ -116,6 +116,19 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
 
 
+def fitting_stages(stages: int, stage_bytes: int, other_bytes: int, device: torch.device) -> int:
+    """The most steps of a loop, up to ``stages``, that shared memory has room for; two if there were more, since one alone
+    takes as much memory as two.
+
+    Args:
+        stages: steps under way; the last of them is in registers or needs no buffer yet.
+        stage_bytes: what one step loads.
+        other_bytes: what the kernel keeps there beside.
+    """
+    room = (shared_memory(device) - other_bytes) // stage_bytes
+    return min(stages, max(room + 1, 2))
+
+
 @functools.cache
 def launches_overlap(device: torch.device) -> bool:
     """Whether a dependent launch may start before the one it waits for has ended: NVIDIA 9.0 and later."""

@@ -20,6 +20,7 @@ from specops.ops.triton_common import (
     PACKED_TREE_WIDTH,
     SCHEDULE_SIZES,
     Tiling,
+    fitting_stages,
     launches_overlap,
     merge_counters,
     next_power_of_2,
@@ -115,6 +116,15 @@ def launch(
     )
     tensors = (q, q2, k_cache, v_cache, out, page_table, seq_lens, query_start, sinks, tree_mask, k_scale, v_scale)
     block_dv = max(next_power_of_2(value_dim), 16)
+    block_d, block_d2 = max(next_power_of_2(dim), 16), 0 if q2 is None else max(next_power_of_2(dim2), 16)
+    loaded = block_d + block_d2 + (0 if shared_v else block_dv)
+    # Beside keys and values: the queries, and a tile of output or probabilities on its way to another layout.
+    stages = fitting_stages(
+        tiling.num_stages,
+        tiling.block_n * loaded * k_cache.itemsize,
+        tiling.block_m * (block_d + block_d2 + block_dv) * q.itemsize,
+        q.device,
+    )
     # What the schedule depends on, so that the merge kernel finds what the split kernel left.
     schedule: dict[str, Any] = {
         "HEADS": num_kv_heads,
@@ -133,16 +143,16 @@ def launch(
         "D": dim,
         "D2": dim2,
         "PAGE_SIZE": page_size,
-        "BLOCK_D": max(next_power_of_2(dim), 16),
-        "BLOCK_D2": 0 if q2 is None else max(next_power_of_2(dim2), 16),
+        "BLOCK_D": block_d,
+        "BLOCK_D2": block_d2,
         "SHARED_V": shared_v,
         "BLOCK_W": max(next_power_of_2(tree_width), 2),
         "SOFTCAP": softcap is not None,
         "TREE_BITS": tree_bits(tree_width),
         "SCALED_KV": scaled_kv,
-        "STAGES": tiling.num_stages,
+        "STAGES": stages,
         "num_warps": tiling.num_warps,
-        "num_stages": tiling.num_stages,
+        "num_stages": stages,
     }
     if tiling.max_registers is not None:
         constants["maxnreg"] = tiling.max_registers

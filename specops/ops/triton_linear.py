@@ -103,7 +103,7 @@ def choose_tile(
     block_n = next((n for n in (64, 32) if n <= largest and triton.cdiv(columns, n) * tiles_of_rows >= least), 16)
     stage = 2 * 64 * (block_m + block_n * (2 if paired else 1))
     wanted = 8 if block_m == 64 and (width > 1024 or (paired and block_n > 16)) else 4
-    return Tile(block_m, block_n, 64, num_warps=block_m // 16, num_stages=max(min(wanted, shared_bytes // stage - 1), 2))
+    return Tile(block_m, block_n, 64, num_warps=block_m // 16, num_stages=max(min(wanted, shared_bytes // stage + 1), 2))
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from specops.ops.triton_common import (
     hopper_products,
     next_power_of_2,
     num_sms,
+    shared_memory,
 )
 from specops.ops.triton_launch import launch
 
@@ -36,6 +37,8 @@ DIRECT_REQUESTS, DIRECT_UNITS = 1, 64
 # More rows times heads make units of unequal lengths, which the schedule evens out.
 DIRECT_ROWS = 1024
 HOPPER_DIMS = (512, 64)
+# Shared memory that a tile of 64 rows of 512 + 64 dims takes, with one step of 32 keys in flight.
+LARGE_TILE_BYTES = 152 << 10
 # Requests up to which the kernel of ``triton_hopper_roles`` finds its place in the schedule.
 MOST_SCHEDULED = 128
 
@@ -50,6 +53,7 @@ def choose_tiling(
     hopper: bool = False,
     roles: bool = False,
     programs: int = 132,
+    shared_bytes: int = 227 << 10,
 ) -> Tiling:
     """Sizes of a launch.
 
@@ -62,6 +66,7 @@ def choose_tiling(
         hopper: whether the kernel of ``triton_hopper`` serves the call.
         roles: whether the kernel of ``triton_hopper_roles`` serves it too.
         programs: multiprocessors of the device.
+        shared_bytes: shared memory of a program.
     """
     if dtype == torch.float32:
         return Tiling(16, 16, 8 if latent_dim > 128 else 4, 1, 1)
@@ -77,7 +82,7 @@ def choose_tiling(
         return Tiling(block_m, 64, 4, 3, 2)
     # H200, 2026-11-29, 512 + 64, 16 heads, 4 rows, 4096 keys, us: one request 26.1 in tiles of 16 rows, 121 of 64;
     # 32 requests 103.8 in tiles of 64 by 32 keys, 109 of 32. The second kernel was the faster merge throughout.
-    if batch <= 8 and rows <= 512:
+    if (batch <= 8 and rows <= 512) or shared_bytes < LARGE_TILE_BYTES:
         return Tiling(16, 64, 4, 2, 1, inline_merge=False, direct=direct)
     return Tiling(block_m, 32, 8 if block_m == TILE_ROWS else 4, 3, 1, inline_merge=False)
 
@@ -194,6 +199,7 @@ def mla(
             hopper=hopper,
             roles=hopper and roles_serve(q_latent, q_rope, kv_cache, scale),
             programs=num_sms(q_latent.device),
+            shared_bytes=shared_memory(q_latent.device),
         )
     cache = kv_cache.unsqueeze(2)
     return launch(

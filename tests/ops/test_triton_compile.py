@@ -21,16 +21,17 @@ import dataclasses, json, sys
 sys.path[:0] = [{benchmarks!r}, {root!r}]
 from functools import partial
 from compile_triton import FP8, MhaCall, MlaCall, compiled
+from tune_linear import compile_one
 from specops.ops.triton_common import Tiling
 import torch
 ROLES = partial(Tiling, 64, 64, 4, 2, 1, inline_merge=False, roles=True)
-print(json.dumps([dataclasses.asdict(kernel) for kernel in compiled({call})]))
+print(json.dumps([dataclasses.asdict(kernel) for kernel in compiled({call}, {arch})]))
 """
 
 
-def compile_for_hopper(call: str) -> list[dict]:
+def compile_for_hopper(call: str, arch: int = 90) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = SCRIPT.format(benchmarks=str(ROOT / "benchmarks"), root=str(ROOT), call=call)
+    script = SCRIPT.format(benchmarks=str(ROOT / "benchmarks"), root=str(ROOT), call=call, arch=arch)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -53,6 +54,22 @@ def test_mha_uses_tensor_cores_and_async_copies_without_spills(call) -> None:
     for kernel in kernels:
         assert kernel["stack"] == 0
         assert kernel["shared"] <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "MhaCall()",
+        "MhaCall(query_len=16)",
+        "MhaCall(batch=8, query_len=16, max_pages=4)",
+        "MlaCall(batch=32, num_heads=128)",
+        "partial(compile_one, 'smol_gate_up', 128, None)",
+        "partial(compile_one, 'smol_down', 512, None)",
+    ],
+)
+def test_what_fits_hopper_is_cut_to_the_99_kib_of_smaller_gpus(call) -> None:
+    for kernel in compile_for_hopper(call, 89):
+        assert kernel["shared"] <= 99 * 1024
 
 
 @pytest.mark.parametrize(

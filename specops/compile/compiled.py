@@ -3,7 +3,12 @@
 For ``mode="reduce-overhead"`` there is a shorter way to torch's own graphs, too. ``torch.compile`` binds arguments, sets up
 its frame hook, asks guards and fetches weights before it calls what its backend made, all of which has one answer for a
 runner's static buffers. So the backend is a function of ours (a public means of torch) around inductor's: :class:`LastCall`
-sees what is called, and a :class:`BareCall` calls that by itself. What is below, torch's trees of graphs, stays.
+sees what is called, and a :class:`BareCall` calls that by itself.
+
+Below that torch's trees of graphs look for the graph that fits, look at every input and make the outputs anew. While
+nothing but a runner's own graphs has run on a tree's memory (:class:`TorchGraph`), the answers are those of the last time,
+and the recorded graph is replayed as it is. Whenever something else has run, or torch has dropped its graphs, the trees are
+asked again.
 """
 
 from __future__ import annotations
@@ -15,13 +20,15 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specops.compile.static_tensors import modules_of
+from specops.compile.capture import bound_replay
+from specops.compile.static_tensors import modules_of, weak_reference
 
 # Guards beside those on the step's arguments.
 _KEPT = ("SHAPE_ENV", "GRAD_MODE")
@@ -128,14 +135,66 @@ class BareCall:
         code: takes its inputs by place.
         holders, names: where each input is found.
         order: which of its outputs are the step's.
+
+    Attributes:
+        recorded: the graph that torch runs for it, if that is known.
     """
 
     def __init__(self, code: Callable[..., Sequence[Any]], holders: list[Any], names: list[Any], order: list[int]) -> None:
         self.code, self.holders, self.names, self.order = code, holders, names, order
+        self.recorded: TorchGraph | None = None
 
     def __call__(self) -> list[Tensor]:
         outputs = self.code(*map(getitem, self.holders, self.names))
         return [outputs[place] for place in self.order]
+
+
+@dataclass(eq=False)
+class TorchGraph:
+    """A graph in torch's trees of graphs.
+
+    Attributes:
+        replay: runs it.
+        outputs: what it leaves, over its memory, which they do not keep.
+        manager, node: of the trees: whose latest node it was.
+    """
+
+    replay: Callable[[], None]
+    outputs: list[Tensor]
+    manager: Any
+    node: Any
+
+    def is_current(self, others: Sequence[TorchGraph] = ()) -> bool:
+        """Whether this graph, or one of ``others``, is what last ran on the trees' memory, as far as torch knows.
+
+        Else something may be alive there that a replay would overwrite without a word.
+        """
+        current = self.manager.current_node
+        return current is self.node or any(current is other.node for other in others)
+
+
+def torch_graph(outputs: Sequence[Tensor]) -> TorchGraph | None:
+    """The graph that torch's trees have just replayed to make ``outputs``.
+
+    None if there is none that could be replayed by itself: it has run behind another one, it copies inputs, or torch (to
+    which all of this is private) is not as it is known.
+    """
+    if not all(output.is_cuda for output in outputs):
+        return None
+    try:
+        from torch._inductor.cudagraph_trees import CUDAGraphNode, ExecutionState, get_manager
+
+        manager = get_manager(outputs[0].get_device(), create_if_none_exists=False)
+        node = None if manager is None else manager.current_node
+        if manager is None or not isinstance(node, CUDAGraphNode) or manager.path_state is not ExecutionState.EXECUTION:
+            return None
+        left = [tensor for tensor in node.cached_tensor_outputs if tensor is not None]
+        known = all(any(output is tensor for tensor in left) for output in outputs)
+        if not known or node.parent is not None or node.non_static_input_idx or node.graph is None:
+            return None
+        return TorchGraph(bound_replay(node.graph), [weak_reference(output) for output in outputs], manager, node)
+    except (ImportError, AttributeError, IndexError, TypeError):
+        return None
 
 
 def own_graph_trees() -> None:

@@ -94,17 +94,21 @@ class HandOverLeft:
         copy: copies outputs by requests, if it fits them.
 
     Attributes:
-        left: what the latest replay left, put here by it.
+        left: what the latest replay left, put here by it; empty if that was of ``recorded``.
+        recorded: hands over what is left by a graph that is replayed without torch's trees.
     """
 
     def __init__(self, num_requests: int, bucket: int, copy: FusedCopy | None = None) -> None:
         self.num_requests, self.bucket, self.copy = num_requests, bucket, copy
         self.left: Sequence[Tensor] = ()
+        self.recorded: HandOver | None = None
         self.launch: PreparedLaunch | None = None
         self._addresses: list[int] = []
 
     def __call__(self, as_views: bool) -> list[Tensor]:
         """As :meth:`HandOver.__call__`."""
+        if self.recorded is not None and not self.left:
+            return self.recorded(as_views)
         live, self.left = unpad(self.left, self.num_requests, self.bucket), ()
         if as_views:
             return live

@@ -32,7 +32,7 @@ from specops.compile import report
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
 from specops.compile.capture import bound_replay, capture_stream, captures, capturing
-from specops.compile.compiled import BareCall, LastCall, compiled, own_graph_trees
+from specops.compile.compiled import BareCall, LastCall, TorchGraph, compiled, own_graph_trees, torch_graph
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.ready import CopyIn, HandOver, HandOverLeft, Ready, Staging, copy_of_outputs
@@ -307,21 +307,34 @@ class StepRunner:
             self._short[rows].learn(fields)
 
     def _bare_replay(self, ready: Ready, left: HandOverLeft) -> Callable[[], None]:
-        """What replays torch's own graph: a new step is marked and the compiled code called, nothing else."""
-        mark, call, grad = torch.compiler.cudagraph_mark_step_begin, self._bare[ready.bucket], torch.is_grad_enabled
+        """What replays torch's own graph: as it is, or by a new step and a call of the compiled code, nothing else."""
+        bare = self._bare[ready.bucket]
+        mark, grad, recorded = torch.compiler.cudagraph_mark_step_begin, torch.is_grad_enabled, bare.recorded
+        # Outputs that were copied may be overwritten, also those of another batch size.
+        others: list[TorchGraph] = []
+        if recorded is not None:
+            left.recorded = HandOver(recorded.outputs, ready.num_requests, ready.bucket, self._copy_outputs)
+            if self.outputs == "copy":
+                others += [other.recorded for other in self._bare.values() if other.recorded is not None]
 
         def replay() -> None:
+            nonlocal recorded
+            if recorded is not None and recorded.is_current(others):
+                left.left = ()
+                recorded.replay()
+                return
             own_graph_trees()
             mark()  # type: ignore[no-untyped-call]
             try:
                 if grad():
                     with torch.no_grad():
-                        left.left = call()
+                        left.left = bare()
                 else:
-                    left.left = call()
+                    left.left = bare()
             except AssertionError:
                 # Its graphs are no more (torch._dynamo.reset). torch.compile compiles again, which is told.
-                ready.replay = anew
+                ready.replay, recorded = anew, None
+                others.clear()
                 anew()
 
         def anew() -> None:
@@ -434,6 +447,8 @@ class StepRunner:
             self._last_call.watching = False
         bare = self._last_call.bare(self.step, views, outputs)
         if bare is not None:
+            # It has been replayed: the first call warms up, the second records.
+            bare.recorded = torch_graph(outputs)
             self._bare[size] = bare
         if size == self.max_requests and hasattr(self._stage, "prepare"):
             self._copy_outputs = copy_of_outputs(outputs, size)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="the staging kernel is a Triton kernel")
 
 from specops.batch import Field, FieldTable
-from specops.compile import GraphLost, StepRunner, launch, ready
+from specops.compile import GraphLost, StepRunner, launch, ready, step_runner
+from specops.compile.compiled import TorchGraph, torch_graph
 from specops.compile.ready import HandOverLeft
 from specops.compile.staging import FusedCopy, FusedStaging
 from tests.compile.fakes import CallCounter, FakeDriver, as_library, kernel
@@ -72,6 +73,42 @@ def warm_runner(
     return runner, driver
 
 
+class Trees:
+    """Torch's trees of graphs: they know what ran last, and graphs leave their results in memory of their own."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, step: Step) -> None:
+        self.current_node: Any = None
+        self.replayed: list[int] = []
+        self.step, self.runner = step, None
+        patch.setattr(step_runner, "torch_graph", self.graph_of)
+
+    def graph_of(self, outputs: Sequence[Tensor]) -> TorchGraph:
+        size, memory, self.current_node = outputs[0].shape[0], [output.clone() for output in outputs], object()
+
+        def replay() -> None:
+            assert self.runner is not None
+            self.replayed.append(size)
+            with torch.no_grad():
+                for part, result in zip(memory, self.step(**self.runner._bucket_views(size)), strict=True):
+                    part.copy_(result)
+
+        return TorchGraph(replay, memory, self, self.current_node)
+
+    def watch(self, runner: StepRunner) -> None:
+        """A call of the compiled code makes its graph the current one."""
+        self.runner = runner
+        for bare in runner._bare.values():
+            assert bare.recorded is not None
+            code, node = bare.code, bare.recorded.node
+
+            def call(*inputs: Any, code: Any = code, node: Any = node) -> Sequence[Any]:
+                self.current_node = node
+                outputs: Sequence[Any] = code(*inputs)
+                return outputs
+
+            bare.code = call
+
+
 def batch_of(count: int, seed: int = 0, num_fields: int = 2) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(count, 4, generator=generator) for _ in range(num_fields)]
@@ -97,6 +134,43 @@ def test_calls_behind_warm_up_are_calls_of_the_code_alone(grad: bool, monkeypatc
     assert {b.num_requests: b.replays for b in runner.explain().buckets} == {1: 2, 2: 1, 4: 4}
     assert len(driver.launches) == 7
     assert runner.explain().recompiles == []
+
+
+@pytest.mark.parametrize("outputs", ["copy", "view"])
+def test_a_recorded_graph_is_replayed_while_nothing_else_has_run(outputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step()
+    trees = Trees(monkeypatch, step)
+    runner, _ = warm_runner(monkeypatch, step, outputs=outputs)
+    trees.watch(runner)
+    expected: list[int] = []
+
+    def check(count: int, by_graph: bool, seed: int) -> None:
+        batch = batch_of(count, seed)
+        out = runner.run(batch)
+        hidden = step.layers[0](batch[0] + batch[1])
+        torch.testing.assert_close(out, [step._shared[0](hidden), hidden, step._shared[0](hidden)])
+        expected.extend([runner._ready[count].bucket] * by_graph)
+        assert trees.replayed == expected
+        memory = {tensor.data_ptr() for tensor in runner._bare[runner._ready[count].bucket].recorded.outputs}  # type: ignore
+        assert bool(memory & {tensor.data_ptr() for tensor in out}) == (by_graph and outputs == "view")
+
+    # The smallest bucket was warmed up last. Graphs of other buckets may only be what ran last where outputs are copied.
+    check(1, True, 0)
+    check(3, outputs == "copy", 1)
+    check(4, outputs == "copy" or runner._ready[3].bucket == 4, 2)
+    check(4, True, 3)
+    # Somebody else's graph has run, and its results may be alive.
+    trees.current_node = object()
+    check(4, False, 4)
+    check(3, True, 5)
+    # Torch has dropped its graphs.
+    trees.current_node = None
+    check(2, False, 6)
+
+
+def test_only_a_cuda_graph_of_torch_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_graph([torch.zeros(2)]) is None
+    assert torch_graph([]) is None
 
 
 def test_each_call_marks_a_new_step(monkeypatch: pytest.MonkeyPatch) -> None:

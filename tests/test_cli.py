@@ -182,13 +182,15 @@ def test_an_interrupted_run_goes_on_where_it_was(
     common = ["generate", *tiny.arguments, *sampled, "--max-requests", "2", "--file", file, "--out"]
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert main([*common, str(whole)]) == 0
+    # Jobs in the background of a shell begin with interrupts ignored.
+    asked_before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 9)
         assert main([*common, str(parts)]) == 130
     begun = answers_in(parts)
     assert 0 < len(begun) < len(PROMPTS)
     assert f"the same command goes on from {parts}" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is asked_before
     # As if the power had gone in the middle of a line.
     before = parts.read_bytes()
     parts.write_bytes(before + b'{"id": 6, "text": "w')

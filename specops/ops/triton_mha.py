@@ -29,6 +29,8 @@ PROGRAMS_PER_SM = 2
 MANY_UNITS_PER_SM, MANY_UNITS_PROGRAMS_PER_SM = 3.5, 4
 # Tokens that a page table has room for up to which every 256 keys of a unit get a program, and up to which that is one.
 SHORT_KEYS, ONE_PROGRAM_KEYS = 2048, 256
+# The first of these for head dims above 64: 8 requests of 1024 keys in pages of 64 take 17.5 us so, 16.5 by the even cut.
+SHORT_KEYS_OF_WIDE = 512
 # Keys and values worth a program of their own: fewer are read in the time that another partial result takes to merge.
 PROGRAM_BYTES = 64 << 10
 
@@ -70,13 +72,15 @@ def choose_tiling(
     small = 16
     while small < block_m and units_per_sm * triton.cdiv(rows, small) > 2:
         small *= 2
-    if room <= (ONE_PROGRAM_KEYS if batch <= DIRECT_REQUESTS or units_per_sm > 2 else SHORT_KEYS):
+    one_program = batch <= DIRECT_REQUESTS or units_per_sm > 2
+    if room <= (ONE_PROGRAM_KEYS if one_program else SHORT_KEYS if width <= 64 else SHORT_KEYS_OF_WIDE):
         # H200, 2026-11-29, us of one layer, by these sizes and by those below, keys / room:
         #   9 heads in 3, D=64, 4 rows: 1 x 189/256 4.2 and 4.0, and no second kernel; 8 x 189/256 4.3 and 6.1 (with room for
         #   192, in a model, 5.7 and 13.3); 8 x 1900/2048 10.9 and 12.5; 32 x 189/256 5.5 and 7.1, x 1900/2048 24.6 and 26.2.
-        #   32 heads in 8, D=128, 4 rows: 8 x 189/256 6.6 and 9.2; 8 x 1900/2048 23.8 and 24.9; 32 x 189/256 10.9 and 12.2.
+        #   32 heads in 8, D=128, 4 rows: 8 x 189/256 6.7 and 9.2; 8 x 500/512 10.8 and 12.4; 32 x 189/256 10.9 and 12.2.
         if width > 64:
-            return Tiling(small, 64, 8, 3, 2, min_blocks=4, direct=True, early=True)
+            # 4 warps and 8: 1 x 4 rows of 189 keys 5.6 and 5.8, 8 x 4 6.7 and 6.6, of 500 10.8 and 11.0; 32 x 4 12.3 and 10.7.
+            return Tiling(small, 64, 8 if units_per_sm > 0.75 else 4, 3, 2, min_blocks=4, direct=True, early=True)
         if small > 32:
             return Tiling(small, 128, 8, 2, 2, min_blocks=2, direct=True, early=True)
         return Tiling(small, 256, 8, 1, 2, direct=True, early=True)

@@ -176,8 +176,8 @@ class TorchGraph:
 def torch_graph(outputs: Sequence[Tensor]) -> TorchGraph | None:
     """The graph that torch's trees have just replayed to make ``outputs``.
 
-    None if there is none that could be replayed by itself: it has run behind another one, it copies inputs, or torch (to
-    which all of this is private) is not as it is known.
+    None if there is none that could be replayed by itself: it has run behind another one, it has inputs that are not static
+    tensors (a dynamic size among them), or torch, to which all of this is private, is not as it is known.
     """
     if not all(output.is_cuda for output in outputs):
         return None

@@ -47,6 +47,10 @@ class Compiled:
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
+# What this process compiles for.
+_archs: list[int] = []
+
+
 class _NoDriver:
     """Enough of a Triton driver to compile for ``target`` without a device."""
 
@@ -72,6 +76,9 @@ def _compile_only(arch: int, kernels: list[Any]) -> Iterator[None]:
 
     from specops.ops import triton_common
 
+    if _archs and arch not in _archs:
+        raise ValueError(f"this process has compiled for {_archs[0]}, which Triton keeps to; compile for {arch} in another")
+    _archs.append(arch)
     run = JITFunction.run
     told: dict[str, Any] = {"num_sms": lambda device: 132, "launches_overlap": lambda device: arch >= 90}
     told["hopper_products"] = lambda device: arch == 90

@@ -172,12 +172,21 @@ class TorchGraph:
         current = self.manager.current_node
         return current is self.node or any(current is other.node for other in others)
 
+    def leaves(self, expected: Sequence[Tensor]) -> bool:
+        """Whether a replay writes ``expected``, to the bit, over outputs that have other values before."""
+        expected = [tensor.clone(memory_format=torch.contiguous_format) for tensor in expected]
+        for output, wanted in zip(self.outputs, expected, strict=True):
+            output.copy_(wanted == 0)
+        self.replay()
+        found = [output.contiguous() for output in self.outputs]
+        return all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in zip(found, expected, strict=True))
+
 
 def torch_graph(outputs: Sequence[Tensor]) -> TorchGraph | None:
     """The graph that torch's trees have just replayed to make ``outputs``.
 
-    None if there is none that could be replayed by itself: it has run behind another one, it has inputs that are not static
-    tensors (a dynamic size among them), or torch, to which all of this is private, is not as it is known.
+    None if there is none that could be replayed by itself: it has run behind another one, it copies inputs, or torch, to
+    which all of this is private, is not as it is known.
     """
     if not all(output.is_cuda for output in outputs):
         return None
@@ -190,7 +199,9 @@ def torch_graph(outputs: Sequence[Tensor]) -> TorchGraph | None:
             return None
         left = [tensor for tensor in node.cached_tensor_outputs if tensor is not None]
         known = all(any(output is tensor for tensor in left) for output in outputs)
-        if not known or node.parent is not None or node.non_static_input_idx or node.graph is None:
+        # A number among the inputs, such as a dynamic size, chose the graph.
+        copies = any(isinstance(node.reconstructed_inputs[place], Tensor) for place in node.non_static_input_idx)
+        if not known or copies or node.parent is not None or node.graph is None:
             return None
         return TorchGraph(bound_replay(node.graph), [weak_reference(output) for output in outputs], manager, node)
     except (ImportError, AttributeError, IndexError, TypeError):

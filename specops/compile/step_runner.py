@@ -448,7 +448,9 @@ class StepRunner:
         bare = self._last_call.bare(self.step, views, outputs)
         if bare is not None:
             # It has been replayed: the first call warms up, the second records.
-            bare.recorded = torch_graph(outputs)
+            recorded = torch_graph(outputs)
+            with torch.no_grad():
+                bare.recorded = recorded if recorded is not None and recorded.leaves(outputs) else None
             self._bare[size] = bare
         if size == self.max_requests and hasattr(self._stage, "prepare"):
             self._copy_outputs = copy_of_outputs(outputs, size)

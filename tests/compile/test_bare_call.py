@@ -80,6 +80,14 @@ class Trees:
         self.current_node: Any = None
         self.replayed: list[int] = []
         self.step, self.runner = step, None
+        self.wrong: int | None = None
+        record = StepRunner._record_by_torch
+
+        def recording(runner: StepRunner, *arguments: Any) -> None:
+            self.runner = runner
+            record(runner, *arguments)
+
+        patch.setattr(StepRunner, "_record_by_torch", recording)
         patch.setattr(step_runner, "torch_graph", self.graph_of)
 
     def graph_of(self, outputs: Sequence[Tensor]) -> TorchGraph:
@@ -89,14 +97,15 @@ class Trees:
             assert self.runner is not None
             self.replayed.append(size)
             with torch.no_grad():
-                for part, result in zip(memory, self.step(**self.runner._bucket_views(size)), strict=True):
+                results = self.step(**self.runner._bucket_views(size))
+                for part, result in list(zip(memory, results, strict=True))[size == self.wrong :]:
                     part.copy_(result)
 
         return TorchGraph(replay, memory, self, self.current_node)
 
     def watch(self, runner: StepRunner) -> None:
         """A call of the compiled code makes its graph the current one."""
-        self.runner = runner
+        self.replayed.clear()
         for bare in runner._bare.values():
             assert bare.recorded is not None
             code, node = bare.code, bare.recorded.node
@@ -168,7 +177,21 @@ def test_a_recorded_graph_is_replayed_while_nothing_else_has_run(outputs: str, m
     check(2, False, 6)
 
 
-def test_only_a_cuda_graph_of_torch_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_leaves_something_else_is_not_replayed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step()
+    trees = Trees(monkeypatch, step)
+    # One of its outputs is not where it is looked for.
+    trees.wrong = 2
+    runner, _ = warm_runner(monkeypatch, step)
+    assert {size: bare.recorded is not None for size, bare in runner._bare.items()} == {1: True, 2: False, 4: True}
+    trees.replayed.clear()
+    batch = batch_of(2)
+    hidden = step.layers[0](batch[0] + batch[1])
+    torch.testing.assert_close(runner.run(batch), [step._shared[0](hidden), hidden, step._shared[0](hidden)])
+    assert trees.replayed == []
+
+
+def test_only_a_cuda_graph_of_torch_is_one() -> None:
     assert torch_graph([torch.zeros(2)]) is None
     assert torch_graph([]) is None
 

@@ -191,6 +191,30 @@ def test_a_graph_that_leaves_something_else_is_not_replayed_by_itself(monkeypatc
     assert trees.replayed == []
 
 
+def test_what_a_replay_leaves_is_compared_to_the_bit() -> None:
+    left = [
+        torch.tensor([1.0, float("nan"), 0.0, -0.0]),
+        torch.tensor([[True, False]]),
+        torch.tensor([3, 0], dtype=torch.int32),
+        torch.randn(4, 3, dtype=torch.bfloat16).t(),
+    ]
+
+    def leaves(written: slice, *more: Tensor) -> bool:
+        expected = [*(tensor.clone() for tensor in left), *more]
+        memory = [tensor.clone() for tensor in expected]
+
+        def replay() -> None:
+            for part, tensor in list(zip(memory, expected, strict=True))[written]:
+                part.copy_(tensor)
+
+        return TorchGraph(replay, memory, None, None).leaves(expected)
+
+    assert leaves(slice(None))
+    for place in range(len(left)):
+        assert not leaves(slice(place)), "outputs from here on are not written"
+    assert not leaves(slice(None), torch.zeros(2).to(torch.float8_e4m3fn))
+
+
 def test_only_a_cuda_graph_of_torch_is_one() -> None:
     assert torch_graph([torch.zeros(2)]) is None
     assert torch_graph([]) is None

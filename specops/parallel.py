@@ -27,6 +27,7 @@ This module knows no engine. Pipeline, expert and data parallel are not here; ne
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
                 )
             bound = torch.device("cuda", local)
             torch.cuda.set_device(bound)
+        # Its functions have the group of their import as a default, which would keep its threads to the end; see _leave.
+        importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=bound)
         if kind == "cpu":
             atexit.register(_leave)

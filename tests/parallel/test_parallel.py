@@ -221,6 +221,7 @@ def gloo():
     return sum("gloo" in name for name in names)
 
 mesh = parallel.torchrun_mesh("cpu")
+import torch.distributed.nn.functional  # Loading a model does; what is imported now has the group in its defaults.
 group = mesh.get_group().group_name
 torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", group))
 print(gloo())

@@ -10,7 +10,7 @@ forward.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,29 +107,16 @@ def _expand_beam(
     return best_scores, children.gather(1, best), first + best, parents, sees
 
 
-def _expand_beam_cuda(
-    candidate_tokens: Tensor,
-    candidate_scores: Tensor,
-    candidate_parents: Tensor,
-    logits: Tensor,
-    topk: int,
-    rows: Tensor | None = None,
-    scores: Tensor | None = None,
-    beam: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    arguments = (candidate_tokens, candidate_scores, candidate_parents, logits, topk, rows, scores, beam, tree_mask)
-    if not contracts.has_triton():
-        return _expand_beam(*arguments)
-    from specops.ops import triton_beam
-
-    served = triton_beam.can_expand(topk, arguments[:3])
-    return triton_beam.expand_beam(*arguments) if served else _expand_beam(*arguments)
+def _can_expand(kernels: Any, *args: Any) -> bool:
+    return bool(kernels.can_expand(args[4], args[:3]))
 
 
 contracts.define(
     "expand_beam",
     contracts.EXPAND_BEAM_SCHEMA,
     contracts.fake_expand_beam,
-    {"CompositeExplicitAutograd": _expand_beam, "CUDA": _expand_beam_cuda},
+    {
+        "CompositeExplicitAutograd": _expand_beam,
+        "CUDA": contracts.with_triton(_expand_beam, "triton_beam", "expand_beam", _can_expand),
+    },
 )

@@ -14,6 +14,7 @@ Fakes look at shapes and dtypes only, never at values.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -48,6 +49,27 @@ def without_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def has_triton() -> bool:
     """Whether Triton is installed; it is not imported for that."""
     return importlib.util.find_spec("triton") is not None
+
+
+def with_triton(
+    plain: Callable[..., Any], module: str, name: str, serves: Callable[..., bool] | None = None
+) -> Callable[..., Any]:
+    """What an op runs on a GPU: ``name`` of ``specops.ops.{module}`` where Triton is installed, else ``plain``.
+
+    Args:
+        plain: the op in torch.
+        module: imports Triton, so it is imported at the first call.
+        serves: whether the kernel takes a call, told the module and the arguments; ``plain`` runs if not.
+    """
+
+    def run(*args: Any) -> Any:
+        if not has_triton():
+            return plain(*args)
+        kernels = importlib.import_module(f"specops.ops.{module}")
+        kernel = getattr(kernels, name) if serves is None or serves(kernels, *args) else plain
+        return kernel(*args)
+
+    return run
 
 
 def constant_when_compiled(function: Call) -> Call:

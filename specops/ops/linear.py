@@ -8,6 +8,7 @@ because a round's time at batch 1 is the number of its launches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -183,29 +184,14 @@ def _project_qkv(
     return rotated[:, :num_heads].contiguous()
 
 
-def _with_triton(name: str, plain: Callable[..., Tensor], rows_argument: int) -> Callable[..., Tensor]:
-    """The fused launch where Triton is installed and the rows are few, else the plain form."""
-
-    def run(*args: Any) -> Tensor:
-        if not contracts.has_triton():
-            return plain(*args)
-        from specops.ops import triton_linear
-
-        if args[rows_argument].shape[0] > triton_linear.MAX_ROWS:
-            return plain(*args)
-        fused: Callable[..., Tensor] = getattr(triton_linear, name)
-        return fused(*args)
-
-    return run
+def _few_rows(place: int, kernels: Any, *args: Any) -> bool:
+    """Whether x, the argument at ``place``, has no more rows than the fused kernels are for."""
+    return bool(args[place].shape[0] <= kernels.MAX_ROWS)
 
 
 for _name, _schema, _fake, _plain, _rows_argument in (
     ("rms_norm_linear", contracts.RMS_NORM_LINEAR_SCHEMA, contracts.fake_rms_norm_linear, _rms_norm_linear, 0),
     ("project_qkv", contracts.PROJECT_QKV_SCHEMA, contracts.fake_project_qkv, _project_qkv, 2),
 ):
-    contracts.define(
-        _name,
-        _schema,
-        _fake,
-        {"CompositeExplicitAutograd": _plain, "CUDA": _with_triton(_name, _plain, _rows_argument)},
-    )
+    _cuda_kernel = contracts.with_triton(_plain, "triton_linear", _name, functools.partial(_few_rows, _rows_argument))
+    contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _plain, "CUDA": _cuda_kernel})

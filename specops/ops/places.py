@@ -114,14 +114,6 @@ def _own_row_places(*arguments: Tensor | int | None) -> tuple[Tensor, Tensor, Te
     return lens.clone() if lens is arguments[1] else lens, positions, slots
 
 
-def _row_places_cuda(*arguments: Tensor | int | None) -> tuple[Tensor, Tensor, Tensor]:
-    if not contracts.has_triton():
-        return _own_row_places(*arguments)
-    from specops.ops import triton_places
-
-    return triton_places.row_places(*arguments)  # type: ignore[arg-type]
-
-
 def _take_requests(
     page_table: Tensor, seq_lens: Tensor, root_tokens: Tensor, rows: Tensor, grow: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,18 +121,9 @@ def _take_requests(
     return page_table[rows], lens, torch.where(lens > 0, lens + grow, 0), root_tokens[rows]
 
 
-def _take_requests_cuda(
-    page_table: Tensor, seq_lens: Tensor, root_tokens: Tensor, rows: Tensor, grow: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not contracts.has_triton():
-        return _take_requests(page_table, seq_lens, root_tokens, rows, grow)
-    from specops.ops import triton_places
-
-    return triton_places.take_requests(page_table, seq_lens, root_tokens, rows, grow)
-
-
-for _name, _schema, _fake, _kernel, _cuda_kernel in (
-    ("row_places", contracts.ROW_PLACES_SCHEMA, contracts.fake_row_places, _own_row_places, _row_places_cuda),
-    ("take_requests", contracts.TAKE_REQUESTS_SCHEMA, contracts.fake_take_requests, _take_requests, _take_requests_cuda),
+for _name, _schema, _fake, _kernel in (
+    ("row_places", contracts.ROW_PLACES_SCHEMA, contracts.fake_row_places, _own_row_places),
+    ("take_requests", contracts.TAKE_REQUESTS_SCHEMA, contracts.fake_take_requests, _take_requests),
 ):
+    _cuda_kernel = contracts.with_triton(_kernel, "triton_places", _name)
     contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel, "CUDA": _cuda_kernel})

@@ -8,6 +8,7 @@ Elsewhere it is plain torch, which a CPU compiles into the round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,26 +161,13 @@ def _own_hand_on(*arguments: Tensor | int | bool) -> tuple[Tensor, ...]:
     return tuple(part.clone(memory_format=torch.contiguous_format) for part in _hand_on(*arguments))  # type: ignore[arg-type]
 
 
-def _hand_on_cuda(*arguments: Tensor | int | bool) -> tuple[Tensor, ...]:
-    if not contracts.has_triton():
-        return _own_hand_on(*arguments)
-    from specops.ops import triton_round_end
-
-    return triton_round_end.hand_on(*arguments)  # type: ignore[arg-type]
+def _can_commit(kernels: Any, *args: Any) -> bool:
+    return bool(kernels.can_commit(args[:4], args[-1]))
 
 
-def _commit_round_cuda(*arguments: Tensor | Sequence[Tensor]) -> Tensor:
-    if not contracts.has_triton():
-        return _commit_round(*arguments)  # type: ignore[arg-type]
-    from specops.ops import triton_round_end
-
-    served = triton_round_end.can_commit(arguments[:4], arguments[-1])  # type: ignore[arg-type]
-    commit = triton_round_end.commit_round if served else _commit_round
-    return commit(*arguments)  # type: ignore[arg-type]
-
-
-for _name, _schema, _fake, _kernel, _cuda_kernel in (
-    ("hand_on", contracts.HAND_ON_SCHEMA, contracts.fake_hand_on, _own_hand_on, _hand_on_cuda),
-    ("commit_round", contracts.COMMIT_ROUND_SCHEMA, contracts.fake_commit_round, _commit_round, _commit_round_cuda),
+for _name, _schema, _fake, _kernel, _serves in (
+    ("hand_on", contracts.HAND_ON_SCHEMA, contracts.fake_hand_on, _own_hand_on, None),
+    ("commit_round", contracts.COMMIT_ROUND_SCHEMA, contracts.fake_commit_round, _commit_round, _can_commit),
 ):
+    _cuda_kernel = contracts.with_triton(_kernel, "triton_round_end", _name, _serves)
     contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel, "CUDA": _cuda_kernel})

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -243,20 +243,8 @@ def _move_kv_layers(k_caches: list[Tensor], v_caches: list[Tensor], source_slots
         _move(cache, source_slots, target_slots)
 
 
-def _with_triton(name: str, generic: Callable[..., None]) -> Callable[..., None]:
-    """The fused kernel of ``triton_store`` where Triton is installed and takes the call, else the generic form."""
-
-    def run(*args: Any) -> None:
-        if not contracts.has_triton():
-            return generic(*args)
-        from specops.ops import triton_store
-
-        if name.startswith("move") and not triton_store.can_move(args[-1]):
-            return generic(*args)
-        fused: Callable[..., None] = getattr(triton_store, name)
-        return fused(*args)
-
-    return run
+def _can_move(kernels: Any, *args: Any) -> bool:
+    return bool(kernels.can_move(args[-1]))
 
 
 for _name, _schema, _fake, _kernel, _cpu_kernel in (
@@ -272,9 +260,5 @@ for _name, _schema, _fake, _kernel, _cpu_kernel in (
     ),
     ("move_latent", contracts.MOVE_LATENT_SCHEMA, contracts.fake_move_latent, _move, _move),
 ):
-    contracts.define(
-        _name,
-        _schema,
-        _fake,
-        {"CompositeExplicitAutograd": _kernel, "CPU": _cpu_kernel, "CUDA": _with_triton(_name, _kernel)},
-    )
+    _cuda_kernel = contracts.with_triton(_kernel, "triton_store", _name, _can_move if _name.startswith("move") else None)
+    contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel, "CPU": _cpu_kernel, "CUDA": _cuda_kernel})

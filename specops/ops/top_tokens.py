@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,17 +45,17 @@ def _top_tokens_cpu(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Ten
     return native.top_tokens(logits, k, logprobs) or _top_tokens(logits, k, logprobs)
 
 
-def _top_tokens_cuda(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
-    if not contracts.has_triton():
-        return _top_tokens(logits, k, logprobs)
-    from specops.ops import triton_round
-
-    return triton_round.top_tokens(logits, k, logprobs) if triton_round.can_rank(k) else _top_tokens(logits, k, logprobs)
+def _can_rank(kernels: Any, logits: Tensor, k: int, *others: Any) -> bool:
+    return bool(kernels.can_rank(k))
 
 
 contracts.define(
     "top_tokens",
     contracts.TOP_TOKENS_SCHEMA,
     contracts.fake_top_tokens,
-    {"CompositeExplicitAutograd": _top_tokens, "CPU": _top_tokens_cpu, "CUDA": _top_tokens_cuda},
+    {
+        "CompositeExplicitAutograd": _top_tokens,
+        "CPU": _top_tokens_cpu,
+        "CUDA": contracts.with_triton(_top_tokens, "triton_round", "top_tokens", _can_rank),
+    },
 )

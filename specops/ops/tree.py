@@ -7,6 +7,8 @@ on their device, without a host synchronisation, and ``n`` is independent of ``n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -173,36 +175,13 @@ def _verify_greedy(
     return accept_lens, accept_index, torch.where(accepted, emitted, 0)
 
 
-def _build_tree_cuda(
-    root_tokens: Tensor,
-    candidate_tokens: Tensor,
-    candidate_scores: Tensor,
-    candidate_parents: Tensor,
-    num_draft_tokens: int,
-    num_steps: int,
-    links: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    arguments = root_tokens, candidate_tokens, candidate_scores, candidate_parents, num_draft_tokens, num_steps, links
-    if not contracts.has_triton():
-        return _build_tree(*arguments)
-    from specops.ops import triton_round
-
-    small = candidate_tokens.shape[1] <= triton_round.MAX_CANDIDATES
-    return triton_round.build_tree(*arguments) if small else _build_tree(*arguments)
+def _few_candidates(kernels: Any, root_tokens: Tensor, candidate_tokens: Tensor, *others: Any) -> bool:
+    return bool(candidate_tokens.shape[1] <= kernels.MAX_CANDIDATES)
 
 
-def _verify_greedy_cuda(
-    tokens: Tensor, parents: Tensor, depths: Tensor, target_tokens: Tensor, num_steps: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not contracts.has_triton():
-        return _verify_greedy(tokens, parents, depths, target_tokens, num_steps)
-    from specops.ops import triton_round
-
-    return triton_round.verify_greedy(tokens, parents, depths, target_tokens, num_steps)
-
-
-for _name, _schema, _fake, _kernel, _cuda_kernel in (
-    ("build_tree", contracts.BUILD_TREE_SCHEMA, contracts.fake_build_tree, _build_tree, _build_tree_cuda),
-    ("verify_greedy", contracts.VERIFY_GREEDY_SCHEMA, contracts.fake_verify_greedy, _verify_greedy, _verify_greedy_cuda),
+for _name, _schema, _fake, _kernel, _serves in (
+    ("build_tree", contracts.BUILD_TREE_SCHEMA, contracts.fake_build_tree, _build_tree, _few_candidates),
+    ("verify_greedy", contracts.VERIFY_GREEDY_SCHEMA, contracts.fake_verify_greedy, _verify_greedy, None),
 ):
+    _cuda_kernel = contracts.with_triton(_kernel, "triton_round", _name, _serves)
     contracts.define(_name, _schema, _fake, {"CompositeExplicitAutograd": _kernel, "CUDA": _cuda_kernel})

@@ -9,10 +9,13 @@ With TRITON_INTERPRET=1 the Triton backends are checked on the CPU as well.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.library import opcheck
 
+from specops import ops
 from specops.ops.backends import Backend
 from specops.ops.builtin import BUILTIN
 from specops.testing import make_mha_case, make_mla_case
@@ -290,3 +294,23 @@ def test_a_cache_holds_no_gradient_history() -> None:
     torch.ops.specops.store_kv(*caches, rows, rows, torch.tensor([4, 5]))
     assert not caches[0].requires_grad
     assert caches[0].grad_fn is None
+
+
+def test_triton_kernels_have_the_defaults_of_their_schemas() -> None:
+    """The dispatcher leaves out last arguments that are as the schema has them."""
+    pytest.importorskip("triton")
+    checked = set()
+    for path in Path(ops.__file__).parent.glob("triton_*.py"):
+        if path.stem == "triton_hopper_roles":  # Needs Gluon, and has no op of its own.
+            continue
+        module = importlib.import_module(f"specops.ops.{path.stem}")
+        for name, kernel in inspect.getmembers(module, inspect.isfunction):
+            if kernel.__module__ != module.__name__ or not hasattr(torch.ops.specops, name):
+                continue
+            schema = getattr(torch.ops.specops, name).default._schema
+            taken = list(inspect.signature(kernel).parameters.values())
+            for argument, parameter in zip(schema.arguments, taken, strict=False):
+                assert not argument.has_default_value() or parameter.default == argument.default_value, (name, parameter)
+            assert all(parameter.default is not parameter.empty for parameter in taken[len(schema.arguments) :]), name
+            checked.add(name)
+    assert checked >= {"expand_beam", "project_qkv", "row_places", "store_kv", "top_tokens", "build_tree", "commit_round"}

@@ -16,7 +16,6 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,7 +106,7 @@ def candidates_of(row: Row, mla: bool, splits: bool) -> list[Tiling]:
     return mla_candidates(row) if mla else mha_candidates(row)
 
 
-def meta_call(row: Row, tiling: Tiling, mla: bool) -> Callable[[], None]:
+def meta_call(row: Row, tiling: Tiling, mla: bool) -> MhaCall | MlaCall:
     """The call that a measurement of ``row`` makes, on meta tensors. The number of programs is not compiled in."""
     tiling = replace(tiling, programs_per_sm=1)
     columns = -(-max(*row.lens, row.table_keys) // row.page_size)
@@ -304,8 +303,9 @@ def listed(args: argparse.Namespace, began: float) -> None:
     jobs = [job for job in candidates.mha_jobs() if not args.rows or job[0].name in args.rows]
     # A merge kernel is compiled for the number of programs, the split kernels are not.
     calls = {
-        job: meta_call(*job, False) if job[1].inline_merge else replace(meta_call(*job, False), tiling=job[1])
-        for job in jobs
+        (row, tiling): call if tiling.inline_merge else replace(call, tiling=tiling)
+        for row, tiling in jobs
+        for call in [meta_call(row, tiling, False)]
     }
     distinct = list(dict.fromkeys(specialised(calls[job], exact=not job[1].inline_merge) for job in jobs))
     reports = dict(zip(distinct, compile_all(distinct, args.workers), strict=True))

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -164,13 +164,13 @@ class TorchGraph:
     manager: Any
     node: Any
 
-    def is_current(self, others: Sequence[TorchGraph] = ()) -> bool:
-        """Whether this graph, or one of ``others``, is what last ran on the trees' memory, as far as torch knows.
+    def is_current(self, others: Set[Any] = frozenset()) -> bool:
+        """Whether this graph, or one with a node of ``others``, last ran on the trees' memory, as far as torch knows.
 
         Else something may be alive there that a replay would overwrite without a word.
         """
         current = self.manager.current_node
-        return current is self.node or any(current is other.node for other in others)
+        return current is self.node or current in others
 
     def leaves(self, expected: Sequence[Tensor]) -> bool:
         """Whether a replay writes ``expected``, to the bit, over outputs that have other values before.

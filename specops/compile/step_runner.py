@@ -32,7 +32,7 @@ from specops.compile import report
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
 from specops.compile.capture import bound_replay, capture_stream, captures, capturing
-from specops.compile.compiled import BareCall, LastCall, TorchGraph, compiled, own_graph_trees, torch_graph
+from specops.compile.compiled import BareCall, LastCall, compiled, own_graph_trees, torch_graph
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.ready import CopyIn, HandOver, HandOverLeft, Ready, Staging, copy_of_outputs
@@ -311,11 +311,11 @@ class StepRunner:
         bare = self._bare[ready.bucket]
         mark, grad, recorded = torch.compiler.cudagraph_mark_step_begin, torch.is_grad_enabled, bare.recorded
         # Outputs that were copied may be overwritten, also those of another batch size.
-        others: list[TorchGraph] = []
+        others: set[Any] = set()
         if recorded is not None:
             left.recorded = HandOver(recorded.outputs, ready.num_requests, ready.bucket, self._copy_outputs)
             if self.outputs == "copy":
-                others += [other.recorded for other in self._bare.values() if other.recorded is not None]
+                others |= {other.recorded.node for other in self._bare.values() if other.recorded is not None}
 
         def replay() -> None:
             nonlocal recorded

@@ -271,10 +271,8 @@ class PageTable:
 def sendable(values: Tensor | Sequence[int], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers on the host in a copy from which ``device`` can fetch them while the host goes on; the caller's own copy may
     change meanwhile. Pinned memory for a GPU, which its allocator does not hand out again before the fetch is done."""
-    if device.type == "cuda":
-        tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-        return tensor.pin_memory()
-    return values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _check_sizes(num_pages: int, **sizes: int) -> None:

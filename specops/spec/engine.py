@@ -385,7 +385,7 @@ class Engine:
             result = self._run_prefill(joined)
         else:
             # The first round is there before the first tokens are read, so that the device does not wait for the host.
-            if self.look_ahead and self._ahead is None and any(map(self._outlives_prefill, joined)):
+            if self.look_ahead and self._ahead is None and any(self._outlives(self._active[row], 1) for row in joined):
                 self._ahead = self._launch()
             result = self._prefill_graphs.read(prefilled)
         self._clock("prefill", started)
@@ -398,10 +398,10 @@ class Engine:
         self.pages.tensor()
         return self._prefill_graphs.launch(joined, [self._active[row].prompt for row in joined])
 
-    def _outlives_prefill(self, row: int) -> bool:
-        """Whether the request needs more than one token, if none stops it."""
-        request = self._active[row]
-        return request.max_new_tokens > 1 and len(request.prompt) + 1 < self.max_context
+    def _outlives(self, request: Request, more: int) -> bool:
+        """Whether the request needs a round after ``more`` tokens, if none of them stops it."""
+        count = len(request.tokens) + more
+        return count < request.max_new_tokens and len(request.prompt) + count < self.max_context
 
     def _run_prefill(self, joined: list[int]) -> RoundResult:
         """First tokens of any prompts, chosen in any way."""
@@ -486,14 +486,7 @@ class Engine:
         rounds before. A round in vain takes longer than the device waits for one that is launched late."""
         under_way = set(map(id, launched.requests))
         gives = max(round(self.stats.accepted_per_round), 1)
-        return any(
-            id(request) not in under_way
-            or (
-                len(request.tokens) + gives < request.max_new_tokens
-                and len(request.prompt) + len(request.tokens) + gives < self.max_context
-            )
-            for request in self._active.values()
-        )
+        return any(id(request) not in under_way or self._outlives(request, gives) for request in self._active.values())
 
     def _row_index(self) -> tuple[list[int], Tensor, Variant]:
         """Active rows, on the host and on the device, and what serves them; made anew only when the batch has changed."""

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Projections of a decoder layer at few rows, with what stands around them in the same launch.
+"""Projections of a decoder layer, with what stands around them in the same launch.
 
 A decode step multiplies a handful of rows by every weight of the model. Each product then takes about as long as a launch,
 so the norm before it and the gate, rotation, cache write or residual behind it cost as much as the product unless they ride
@@ -9,9 +9,9 @@ along. A program here takes ``BLOCK_N`` weight rows and all of K:
   program gathers from the same loads of x. At more rows that work keeps x out of the copies that feed the matrix units, and
   is done anew by every program of a row: a launch of its own is shorter.
 * Two sets of weight rows at a time: gate and up of an MLP, or the two halves of a head that rotary embedding pairs.
-* The first ``HEAD`` columns of the weights are loaded *before* waiting for the launch that makes x: weights depend on
-  nothing. On Hopper and later a kernel starts while the one before it ends (programmatic dependent launch), so the trip to
-  memory overlaps with that.
+* Weights are fetched *before* waiting for the launch that makes x, since they depend on nothing: the first ``HEAD`` columns
+  into registers at few rows, all into the L2 cache at more. On Hopper and later a kernel starts while the one before it ends
+  (programmatic dependent launch), so the trip to memory overlaps with that.
 
 The order of a row's sums depends on neither its place nor the number of rows within one tile size, so a row gives the same
 bits alone and beside others.

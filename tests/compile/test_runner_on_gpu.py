@@ -82,7 +82,9 @@ def test_a_runner_stages_and_hands_over_by_prepared_launches(mode: str) -> None:
         ready = runner.runner._ready[len(lens)]
         assert ready.stage.launch is not None
         assert ready.hand_over is not None
-        assert ready.hand_over.launch is not None
+        # Torch's recorded graph, where it is replayed by itself, always leaves its outputs in the same memory.
+        left = getattr(ready.hand_over, "recorded", None) or ready.hand_over
+        assert left.launch is not None
 
 
 @pytest.mark.parametrize("mode", ["direct", "reduce-overhead"])

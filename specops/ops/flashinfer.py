@@ -127,26 +127,7 @@ def _mha(
     # Rows behind the last request are nobody's, and no kernel writes them.
     out = q.new_empty(q.shape) if layout.is_uniform else torch.zeros_like(q, memory_format=torch.contiguous_format)
     kernel.run(q, k_cache, v_cache, out, None if sinks is None else sinks.contiguous())
-    if backend == "flashinfer_fa3":
-        # Seen on an H200 with 0.6.13: its rows without a key are not zeros, as fa2's are.
-        _zero_hidden_rows(out, seq_lens, layout)
     return out if v_scale is None else out.mul_(v_scale)
-
-
-def _zero_hidden_rows(out: Tensor, seq_lens: Tensor, layout: QueryLayout) -> None:
-    """Zero the rows that stand before their sequence's start, in place."""
-    if out.is_cuda:
-        from specops.ops import mask_kernels
-
-        mask_kernels.zero_hidden_rows(out, seq_lens, layout.query_start, layout.max_query_len)
-        return
-    starts = layout.query_start
-    if starts is None:
-        starts = torch.arange(seq_lens.shape[0] + 1) * layout.max_query_len
-    request = torch.searchsorted(starts.long(), torch.arange(out.shape[0]), right=True) - 1
-    request = request.clamp(max=seq_lens.shape[0] - 1)
-    place = seq_lens[request] - (starts[request + 1] - starts[request]) + torch.arange(out.shape[0]) - starts[request]
-    out[place < 0] = 0
 
 
 def _mla(
@@ -234,10 +215,13 @@ class PlannedMha(_PlannedWrapper):
         if slopes is not None:
             slopes(key.num_heads, plan.device)
         self.key, self.num_requests, self.indices = key, plan.num_requests, plan.page_indices
+        self._apart = plan.backend == "flashinfer_fa3"
         self.mask: Tensor | None = arguments.get("custom_mask_buf")
         self._takes_width = "uniform_q_len" in inspect.signature(wrapper_type.plan).parameters
 
     def schedule(self, step: HostStep) -> None:
+        if self._apart:
+            step = hidden_rows_apart(step)
         self._stage()
         arguments = mha_plan_arguments(step, self.key, self.indices)
         if self._takes_width and step.uniform_width is not None:
@@ -288,6 +272,7 @@ def mha_wrapper_arguments(plan: Plan, key: MhaKey) -> dict[str, Any]:
     """Arguments of ``BatchPrefillWithPagedKVCacheWrapper``: fixed buffers, and the sink variant if asked for."""
     device, batch = plan.device, plan.num_requests
     variant = plan.backend.removeprefix("flashinfer_")
+    planned = 2 * batch if variant == "fa3" else batch
 
     def int32(count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
@@ -296,10 +281,10 @@ def mha_wrapper_arguments(plan: Plan, key: MhaKey) -> dict[str, Any]:
         "float_workspace_buffer": _workspace(fa2_workspace_bytes(plan, key) if variant == "fa2" else WORKSPACE_BYTES, plan),
         "kv_layout": "NHD",
         "use_cuda_graph": True,
-        "qo_indptr_buf": int32(batch + 1),
-        "paged_kv_indptr_buf": int32(batch + 1),
+        "qo_indptr_buf": int32(planned + 1),
+        "paged_kv_indptr_buf": int32(planned + 1),
         "paged_kv_indices_buf": int32(batch * plan.max_pages),
-        "paged_kv_last_page_len_buf": int32(batch),
+        "paged_kv_last_page_len_buf": int32(planned),
         "backend": variant,
     }
     if key.masked:
@@ -310,6 +295,30 @@ def mha_wrapper_arguments(plan: Plan, key: MhaKey) -> dict[str, Any]:
     if key.sinks:
         arguments["jit_args"], arguments["jit_kwargs"] = sink_variant(variant, key)
     return arguments
+
+
+def hidden_rows_apart(step: HostStep) -> HostStep:
+    """Each request as two, for fa3: the rows before its sequence's start, which see no key, then the others.
+
+    fa3 leaves something other than zeros in a row that sees no key if other rows of its request do (H200, 0.6.13), and
+    zeros in all rows of a request without keys. Done in the plan it costs the device nothing: most first parts are empty.
+    """
+    starts, lens, page_start = step.query_start, step.seq_lens, step.page_start
+    hidden = (starts.diff() - lens).clamp(min=0)
+
+    def in_turn(first: Tensor, second: Tensor) -> Tensor:
+        return torch.stack((first, second), dim=1).flatten()
+
+    none = torch.zeros_like(lens)
+    parts = {
+        "query_start": torch.cat((in_turn(starts[:-1], starts[:-1] + hidden), starts[-1:])),
+        "seq_lens": in_turn(none, lens),
+        "page_start": torch.cat((in_turn(page_start[:-1], page_start[:-1]), page_start[-1:])),
+        "last_page_lens": in_turn(none, step.last_page_lens),
+    }
+    if lens.is_pinned():
+        parts = {name: part.pin_memory() for name, part in parts.items()}
+    return HostStep(**parts, page_size=step.page_size, uniform_width=None)
 
 
 def mha_plan_arguments(step: HostStep, key: MhaKey, indices: Tensor) -> dict[str, Any]:

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specops.ops.triton_common import early_launch
-
 BLOCK_BYTES = 256
 
 
@@ -68,47 +66,6 @@ def fill_custom_mask(out: Tensor, seq_lens: Tensor, tree_mask: Tensor, rows: int
         WIDTH_BLOCK=triton.next_power_of_2(width),
         BLOCK=BLOCK_BYTES,
     )
-
-
-def zero_hidden_rows(out: Tensor, seq_lens: Tensor, query_start: Tensor | None, rows: int) -> None:
-    """Zero the rows that stand before their sequence's start and so see no key, in place.
-
-    Args:
-        out: ``[T, H, D]``, contiguous.
-        seq_lens: ``[B]`` int32, keys including a request's own rows.
-        query_start: ``[B + 1]`` int32, None for a uniform layout of ``rows`` rows.
-        rows: most rows of a request.
-    """
-    batch, size = seq_lens.shape[0], out.shape[1] * out.shape[2]
-    if batch == 0 or out.numel() == 0:
-        return
-    starts = out if query_start is None else query_start.contiguous()
-    _zero_hidden_rows[(batch, rows)](
-        out, seq_lens.contiguous(), starts, rows, SIZE=size, BLOCK=min(triton.next_power_of_2(size), 1024),
-        PACKED=query_start is not None, **early_launch(out.device),
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _zero_hidden_rows(  # type: ignore[no-untyped-def]
-    out, seq_lens, query_start, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr
-):
-    """One program per request and row: row ``i`` of ``c`` stands at ``seq_len - c + i``."""
-    if EARLY:
-        # Put in place while the kernel that writes the rows ends.
-        tl.extra.cuda.gdc_wait()
-    request, row = tl.program_id(0), tl.program_id(1)
-    if PACKED:
-        first = tl.load(query_start + request)
-        count = tl.load(query_start + request + 1) - first
-    else:
-        first = request * rows
-        count = rows
-    if (row < count) & (tl.load(seq_lens + request) - count + row < 0):
-        line = out + (first + row).to(tl.int64) * SIZE
-        for start in range(0, SIZE, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            tl.store(line + column, tl.zeros((BLOCK,), out.dtype.element_ty), mask=column < SIZE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -71,6 +71,21 @@ def test_fa3_mha_without_a_plan(name: str) -> None:
     check(flashinfer.fa3_mha, make_mha_case(**{"dtype": torch.float16, **MHA_CASES[name]}))
 
 
+def test_fa3_is_planned_with_the_rows_before_a_sequence_apart() -> None:
+    """Three requests of 4 rows with 9, 2 and 0 keys, pages of 4: rows 0 and 1 of the second and all of the third see none."""
+    case = make_mha_case(query_lens=4, seq_lens=(9, 2, 0), dtype=torch.float16)
+    table, lens = case.tensors["page_table"], case.tensors["seq_lens"]
+    plan = make_plan("flashinfer_fa3", "mha", table, case.layout, page_size=4)
+    plan.update(table, lens, case.layout)
+    assert plan.step is not None
+    step = flashinfer.hidden_rows_apart(plan.step)
+    assert step.query_start.tolist() == [0, 0, 4, 6, 8, 12, 12]
+    assert step.seq_lens.tolist() == [0, 9, 0, 2, 0, 0]
+    assert step.page_start.tolist() == [0, 0, 3, 3, 4, 4, 4]
+    assert step.last_page_lens.tolist() == [0, 1, 0, 2, 0, 0]
+    assert step.uniform_width is None
+
+
 @pytest.mark.parametrize("query_lens", [1, 4, (3, 1)])
 @pytest.mark.parametrize("call", [flashinfer.fa2_mla, flashinfer.fa3_mla])
 def test_mla_without_a_plan(call: Any, query_lens: Any) -> None:

@@ -18,8 +18,6 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 tl = pytest.importorskip("triton.language", reason="the kernels are written in Triton")
 
-from specops.layout import QueryLayout  # noqa: E402
-from specops.ops import flashinfer  # noqa: E402
 from specops.ops import mask_kernels as kernels  # noqa: E402
 from specops.testing.cases import random_tree_mask  # noqa: E402
 
@@ -90,26 +88,3 @@ def test_custom_mask(seq_lens: tuple[int, ...], rows: int, width: int, window: i
             for key in range(seq_len):
                 flat = row * seq_len + key
                 assert bool(packed[request, flat // 8] >> (flat % 8) & 1) == (key in seen), (request, row, key)
-
-
-@runnable
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_before_their_sequence_are_zeroed_and_no_others(packed: bool) -> None:
-    lens, counts = [5, 2, 0, 3], [3, 4, 1, 4] if packed else [4, 4, 4, 4]
-    starts = [sum(counts[:place]) for place in range(5)]
-    out = torch.ones((sum(counts) + (2 if packed else 0), 3, 5), device=DEVICE)
-    wanted = torch.ones_like(out)
-    for request, (seq_len, count) in enumerate(zip(lens, counts, strict=True)):
-        for row in range(count):
-            if seq_len - count + row < 0:
-                wanted[starts[request] + row] = 0
-    table = torch.tensor(starts, dtype=torch.int32, device=DEVICE) if packed else None
-    # Every second entry of a longer tensor.
-    seq_lens = torch.tensor([lens, lens], dtype=torch.int32, device=DEVICE).T.contiguous()[:, 0]
-    kernels.zero_hidden_rows(out, seq_lens, table, max(counts))
-    assert torch.equal(out, wanted)
-    if DEVICE == "cpu":
-        plain = torch.ones_like(out)
-        layout = QueryLayout.packed(table, max(counts)) if table is not None else QueryLayout.uniform(4)
-        flashinfer._zero_hidden_rows(plain, seq_lens, layout)
-        assert torch.equal(plain[: sum(counts)], wanted[: sum(counts)])

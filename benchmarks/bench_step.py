@@ -19,7 +19,7 @@ is what it adds to the latency besides copies; ``parts`` are pieces of it, each 
 Warm-up is a runner of 20 buckets and more, the first thing that this process does, with empty compile caches. Graph memory
 is what the allocator has reserved more, device memory what the driver has given out. ``--cold`` starts further processes,
 one after the other: with one bucket and empty caches, with the caches of this process's warm-up, and with those that it
-saved to a file; ``first_use_s`` are parts of their time that any first use of a compiler and of cuBLAS in a process takes.
+saved to a file; ``warm_up_s`` is ``total_s`` and ``first_use_s``, which any first use of a compiler and of cuBLAS takes.
 The file is written after each row. Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason. On an
 H200 this takes some 130 s.
 """
@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -190,8 +190,11 @@ def measure(bench: Bench, vocab: int, saved: Path | None = None) -> None:
     common: dict[str, Any] = {"tokens_per_request": WIDTH, "max_requests": largest, "max_pages": pages_each(args)}
     with bench.guard("warm_up", {"vocab": vocab, "way": "direct"}):
         bench.require(15)
+        spans = first_uses(draft)
         runner = DraftExtendRunner(draft, draft.caches, mode="direct", buckets=sizes, **common)
-        bench.add("warm_up", {"vocab": vocab, "way": "direct", **warm_up(runner)})
+        figures = warm_up(runner)
+        started = {"warm_up_s": round(figures["total_s"] + sum(spans.values()), 3), "first_use_s": spans}
+        bench.add("warm_up", {"vocab": vocab, "way": "direct", **started, **figures})
         if saved is not None and args.cold:
             runner.save_cache(saved)
     overhead: DraftExtendRunner | None = None
@@ -289,10 +292,31 @@ def parts(runner: DraftExtendRunner, batch: DraftExtendBatch, way: Any) -> dict[
     return found
 
 
+@contextlib.contextmanager
+def kernels_compiled() -> Iterator[dict[str, int]]:
+    """Counts the Triton kernels of this process that are ``compiled`` and those ``found`` in its cache on disk meanwhile."""
+    counts = {"compiled": 0, "found": 0}
+    try:
+        from triton import knobs
+    except ImportError:
+        yield counts
+        return
+
+    def told(*, cache_hit: bool, **about: Any) -> None:
+        counts["found" if cache_hit else "compiled"] += 1
+
+    knobs.compilation.listener = told
+    try:
+        yield counts
+    finally:
+        knobs.compilation.listener = None
+
+
 def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
     """Time of the first bucket, which compiles, and of those behind it; memory of the graphs."""
     free = device_free(runner)
-    report = runner.warm_up().as_dict()
+    with kernels_compiled() as kernels:
+        report = runner.warm_up().as_dict()
     by_size = sorted(report["buckets"], key=lambda bucket: -bucket["num_requests"])
     first, others = by_size[0], by_size[1:]
     # A batch of one is a second compile; the rest are captures alone.
@@ -305,6 +329,7 @@ def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
         "other_buckets_s": round(captures, 3),
         "batch_of_one_s": round(alone, 3),
         "compiled_graphs": report["compiled_graphs"],
+        "triton_kernels": kernels,
         "captured": report["captured"],
         "not_captured": report["reason"],
         "graph_mib": round(sum(bucket["memory_bytes"] for bucket in by_size) / 2**20, 1),
@@ -381,16 +406,18 @@ def measure_starts(bench: Bench, folder: Path, caches: dict[str, str], saved: Pa
             figures = finish(start(bench.args, variables, options), min(CHILD_SECONDS, bench.left()))
             bench.add("process_start", {"way": name, **figures, "process_s": round(time.perf_counter() - begun, 2)})
     here = next((row for row in bench.data["warm_up"] if row["way"] == "direct" and "total_s" in row), None)
-    seconds = {row["way"]: row["warm_up_s"] for row in bench.data["process_start"] if "warm_up_s" in row}
+    starts = {row["way"]: row for row in bench.data["process_start"] if "warm_up_s" in row}
     if here is None:
         return
-    many = here["total_s"] - here["batch_of_one_s"]
-    if "one bucket" in seconds:
-        bench.data["all_buckets_over_one"] = round(many / seconds["one bucket"], 3)
-        bench.data["all_buckets_over_one_with_a_batch_of_one"] = round(here["total_s"] / seconds["one bucket"], 3)
+    if "one bucket" in starts:
+        one = starts["one bucket"]["total_s"]
+        bench.data["all_buckets_over_one"] = round((here["total_s"] - here["batch_of_one_s"]) / one, 3)
+        bench.data["all_buckets_over_one_with_a_batch_of_one"] = round(here["total_s"] / one, 3)
     for name in ("second start", "saved cache"):
-        if name in seconds:
-            bench.data[f"{name} over cold".replace(" ", "_")] = round(seconds[name] / here["total_s"], 3)
+        if name in starts:
+            label = f"{name} over cold".replace(" ", "_")
+            bench.data[label] = round(starts[name]["warm_up_s"] / here["warm_up_s"], 3)
+            bench.data[f"{label}_first_uses_apart"] = round(starts[name]["total_s"] / here["total_s"], 3)
     bench.write()
 
 
@@ -421,6 +448,20 @@ def finish(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     return figures
 
 
+def first_uses(draft: EagleHead) -> dict[str, float]:
+    """Seconds that any first use of the compiler and of cuBLAS in a process takes."""
+    spans = {}
+    begun = time.perf_counter()
+    importlib.import_module("torch._inductor.compile_fx")
+    spans["imports"] = round(time.perf_counter() - begun, 3)
+    begun = time.perf_counter()
+    product = draft.lm_head_weight @ draft.lm_head_weight[:1].t()
+    if product.is_cuda:
+        torch.cuda.synchronize()
+    spans["first product"] = round(time.perf_counter() - begun, 3)
+    return spans
+
+
 def process_start(args: argparse.Namespace) -> dict[str, Any]:
     """In a process of its own: the time from a ready draft to a warm runner."""
     from specops.compile import load_cache
@@ -430,17 +471,7 @@ def process_start(args: argparse.Namespace) -> dict[str, Any]:
     sizes = (largest,) if args.one_bucket else (*(size for size in BUCKETS if size < largest), largest)
     begun = time.perf_counter()
     loaded = load_cache(args.load_cache) if args.load_cache else None
-    # What any first use in a process pays, inside the time but told apart.
-    parts = {"load_cache": time.perf_counter()}
-    importlib.import_module("torch._inductor.compile_fx")
-    parts["imports"] = time.perf_counter()
-    draft.lm_head_weight @ draft.lm_head_weight[:1].t()
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    parts["first product"] = time.perf_counter()
-    spans = {
-        name: round(end - before, 3) for (name, end), before in zip(parts.items(), (begun, *parts.values()), strict=False)
-    }
+    spans = {"load_cache": round(time.perf_counter() - begun, 3), **first_uses(draft)}
     runner = DraftExtendRunner(
         draft,
         draft.caches,

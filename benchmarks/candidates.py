@@ -54,15 +54,15 @@ def mha_candidates(row: Row) -> list[Tiling]:
         base = replace(direct, inline_merge=False)
         sizes = [(64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 2, 3), (64, 4, 4, 2), (64, 4, 3, 1), (128, 4, 2, 2), (128, 8, 2, 2)]
         # A program for each 128 or 256 keys, with half and a quarter of the partial results, took 11.8 to 16.1 us.
-        found = [*_sized(base, sizes), replace(base, prefetch=True), replace(base, early=False)]
-        found += _sized(replace(base, prefetch=True), [(64, 4, 4, 2), (64, 4, 5, 2), (64, 4, 4, 1)])
+        found = [*_sized(base, sizes), replace(base, prefetch=2), replace(base, early=False)]
+        found += _sized(replace(base, prefetch=2), [(64, 4, 4, 2), (64, 4, 5, 2), (64, 4, 4, 1)])
         found += _sized(base, [(64, 4, 5, 2), (64, 4, 6, 2), (64, 4, 5, 1)])
     elif row.name in ("window", "window_control", "ragged", "tree", "sinks"):
         found = [even, replace(even, swap=True), replace(even, even=False)]
         found += _sized(replace(direct, min_blocks=4), [(64, 4, 3, 2), (64, 8, 3, 2), (64, 8, 3, 4)])
     else:
         # Without the schedule: what the even cut would take if it cost nothing to find out.
-        found = [direct, even, replace(even, prefetch=True), replace(even, early=False), replace(even, swap=True)]
+        found = [direct, even, replace(even, prefetch=2), replace(even, early=False), replace(even, swap=True)]
         found += _sized(even, [(64, 4, 3, 4), (64, 4, 3, 8), (64, 4, 4, 2)])
         found += _sized(replace(even, max_registers=168), [(64, 4, 3, 2), (64, 4, 3, 3)]) if m == 16 else []
         found += _sized(even, [(32, 4, 6, 2), (32, 4, 4, 3)]) if m == 16 else []
@@ -79,11 +79,11 @@ def _small(row: Row, m: int) -> list[Tiling]:
     direct = Tiling(m, 64, 4, 3, 2, direct=True, early=True)
     if row.batch == 1:
         two = replace(direct, inline_merge=False)
-        found = [two, replace(two, prefetch=True), replace(two, min_blocks=2), replace(two, early=False)]
+        found = [two, replace(two, prefetch=2), replace(two, min_blocks=2), replace(two, early=False)]
         found += [replace(two, block_n=128), *_sized(direct, wide), *_sized(replace(direct, min_blocks=2), wide)]
         return [*found, replace(direct, min_blocks=4)]
     even = Tiling(m, 64, 4, 3, 2, even=True, early=True, min_blocks=4)
-    found = [replace(direct, min_blocks=4), even, replace(even, prefetch=True), replace(even, early=False)]
+    found = [replace(direct, min_blocks=4), even, replace(even, prefetch=2), replace(even, early=False)]
     return [*found, *_sized(replace(even, min_blocks=1), wide), *_sized(replace(even, min_blocks=2), wide)]
 
 

@@ -31,7 +31,8 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one kernel. ``product_groups``: runs of Hopper's matrix instructions, each with a wait."""
+    """What the compiler says of one kernel. ``product_groups``: runs of Hopper's matrix instructions, each with a wait;
+    ``prefetches``: into the L2 cache."""
 
     kernel: str
     registers: int
@@ -41,6 +42,7 @@ class Compiled:
     mma: int
     async_copies: int
     product_groups: int
+    prefetches: int
 
 
 # Shared memory of a program, by compute capability.
@@ -160,6 +162,7 @@ def _report(kernel: Any) -> Compiled:
         len(re.findall(r"\bmma\.sync", ptx)),
         ptx.count("cp.async"),
         code.count("WARPGROUP.ARRIVE"),
+        ptx.count("prefetch.global.L2"),
     )
 
 
@@ -266,6 +269,23 @@ class MlaCall:
             split=self.split,
             tiling=self.tiling,
         )
+
+
+@dataclass(frozen=True)
+class StoreCall:
+    """A write into a paged cache on meta tensors."""
+
+    dtype: torch.dtype = torch.bfloat16
+    value_dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype = torch.bfloat16
+
+    def __call__(self) -> None:
+        from specops.ops.triton_store import store_kv
+
+        on = {"device": "meta"}
+        k_cache, v_cache = (torch.empty((9, 16, 2, 64), dtype=self.cache_dtype, **on) for _ in range(2))
+        k, v = (torch.empty((4, 2, 64), dtype=dtype, **on) for dtype in (self.dtype, self.value_dtype))
+        store_kv(k_cache, v_cache, k, v, torch.empty(4, dtype=torch.int64, **on))
 
 
 FP8 = torch.float8_e4m3fn

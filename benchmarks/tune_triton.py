@@ -221,7 +221,7 @@ def short(tiling: Tiling) -> str:
         + " early" * tiling.early
         + " direct" * tiling.direct
         + " even" * tiling.even
-        + " prefetch" * tiling.prefetch
+        + f" prefetch {tiling.prefetch}" * (tiling.prefetch > 0)
         + " swap" * tiling.swap
         + " merge2" * (not tiling.inline_merge)
     )

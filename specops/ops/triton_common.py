@@ -71,7 +71,8 @@ class Tiling:
             not add up for one another.
         early: launch the split kernel while the kernel before it ends, where the device can; it waits for that one's end
             before it reads anything.
-        prefetch: with early, have page ids and lengths brought into the L2 cache before the wait.
+        prefetch: with early and units cut alike, key blocks of each program that are brought into the L2 cache before the
+            wait.
         even: where cutting every unit into equally many parts, or giving every program equally many whole units, keeps
             programs about as busy as the schedule does, do that instead; decided on the device. For uniform layouts.
     """
@@ -93,7 +94,7 @@ class Tiling:
     wide_merge: bool = False
     early: bool = False
     even: bool = False
-    prefetch: bool = False
+    prefetch: int = 0
 
 
 def next_power_of_2(number: int) -> int:
@@ -306,6 +307,29 @@ def prefetch(address):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def prefetch_if(address, wanted):
+    """As :func:`prefetch`, where ``wanted``."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l,r",
+        [address, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_block(cache, key, page, wanted, stride_page, stride_key, num_pages, D: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Have the rows of some keys, ``key`` and ``page`` ``[N]``, brought into the L2 cache, line by line.
+
+    Page ids may be of the step before, so none is taken that the cache does not have.
+    """
+    LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (D + LINE - 1) // LINE
+    column = tl.minimum(tl.arange(0, triton.next_power_of_2(LINES)) * LINE, D - 1)
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    at = cache + (page * stride_page + (key % PAGE_SIZE) * stride_key)[:, None] + column[None, :]
+    prefetch_if(at, wanted[:, None] & (column >= 0)[None, :])
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from specops.ops.triton_common import (
     merge_in_threads,
     merge_partials,
     merge_side_by_side,
-    prefetch,
+    prefetch_block,
     product,
     request_costs,
     request_scalars,
@@ -45,6 +45,7 @@ from specops.ops.triton_common import (
 UNSPECIALIZED_SCHEDULE = ["num_requests", "query_len", "max_tiles", "window", "tree_width", "table_keys"]
 UNSPECIALIZED_MERGE = [*UNSPECIALIZED_SCHEDULE, "num_programs"]
 UNSPECIALIZED_CALL = [*UNSPECIALIZED_SCHEDULE, "num_rows", "stride_pages", "stride_mask"]
+UNSPECIALIZED_SPLIT = [*UNSPECIALIZED_CALL, "num_pages"]
 
 
 @triton.jit
@@ -223,7 +224,7 @@ def tile_rows(
     return row, head, valid, q_tile, q2_tile, first, last, bits, mask_row, low, high
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED_CALL)
+@triton.jit(do_not_specialize=UNSPECIALIZED_SPLIT)
 def split_kernel(
     q,
     q2,
@@ -261,6 +262,7 @@ def split_kernel(
     stride_vh,
     stride_pages,
     stride_mask,
+    num_pages,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -304,9 +306,18 @@ def split_kernel(
         unit_id = tl.program_id(0) - index * units
         guessed = unit_id // (HEADS * max_tiles)
         pages = page_table + guessed.to(tl.int64) * stride_pages
-    if PREFETCH:
-        prefetch(pages + tl.minimum(index * BLOCK_N, table_keys - 1) // PAGE_SIZE)
-        prefetch(seq_lens + guessed)
+    if PREFETCH > 0:
+        # The first key blocks come from memory into the L2 cache while the kernel before ends. Lengths and page ids may be
+        # about to change: that would cost time alone. They are read past the L1 cache, which would keep them.
+        hint = tl.minimum(tl.load(seq_lens + guessed, cache_modifier=".cg"), table_keys)
+        guessed_head = (unit_id // max_tiles % HEADS).to(tl.int64)
+        for turn in tl.static_range(PREFETCH):
+            key = (index + turn * tl.maximum(tl.num_programs(0) // units, 1)) * BLOCK_N + tl.arange(0, BLOCK_N)
+            held = tl.load(pages + key // PAGE_SIZE, mask=key < hint, other=0, cache_modifier=".cg")
+            k_head, v_head = k_cache + guessed_head * stride_kh, v_cache + guessed_head * stride_vh
+            prefetch_block(k_head, key, held, key < hint, stride_kp, stride_ks, num_pages, D + D2, PAGE_SIZE)
+            if not SHARED_V:
+                prefetch_block(v_head, key, held, key < hint, stride_vp, stride_vs, num_pages, DV, PAGE_SIZE)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if OVERLAP:

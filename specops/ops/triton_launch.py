@@ -35,6 +35,9 @@ MERGE_LOADED = 8192
 MERGE_PROGRAMS_PER_SM = 8
 # The same with a wide merge, whose programs have 128 threads: 64 registers of partial results each.
 WIDE_MERGE_COLUMNS, WIDE_MERGE_PARTS, WIDE_MERGE_BYTES = 512, 16, 32768
+# With more parts of short rows, as a single request has them: all at once, and programs of one warp, so many of them.
+# H200, 2026-11-30, 4 rows of 4096 keys, us by value columns and warps: 64, 1 10.2; 32, 1 10.5; 64, 2 10.4; 128, 1 10.9.
+SHORT_MERGE_COLUMNS, SHORT_MERGE_PARTS = 64, 32
 # Elements of a partial that the last program of a unit merges at a time: several of them are in registers at once.
 MERGE_ELEMENTS = 4096
 
@@ -163,7 +166,12 @@ def launch(
     most_blocks = units * triton.cdiv(max_pages * page_size, tiling.block_n)
     programs = max(1, min(num_sms(q.device) * tiling.programs_per_sm, most_blocks // tiling.min_blocks))
     if tiling.direct:
-        programs = max(programs // units, 1) * units
+        parts = max(programs // units, 1)
+        if tiling.wide_merge and not (tiling.hopper or tiling.roles):
+            # No more parts than take the blocks of a full page table in as many turns: a wide merge loads all at once.
+            blocks = triton.cdiv(max_pages * page_size, tiling.block_n)
+            parts = triton.cdiv(blocks, triton.cdiv(blocks, parts))
+        programs = parts * units
     slots = programs if tiling.direct else 2 * programs
     partial_dtype = q.dtype if tiling.rounded_partials else torch.float32
     partial = torch.empty((slots, tiling.block_m, block_dv), dtype=partial_dtype, device=q.device)
@@ -176,7 +184,8 @@ def launch(
     early = tiling.early and overlap
     launched_early = {"launch_pdl": True} if early else {}
     shared = {
-        "BLOCK_B": next(size for size in SCHEDULE_SIZES if size >= min(batch, SCHEDULE_SIZES[-1])),
+        # The schedule's prefix sum; one size, so one compiled kernel, where there is no schedule.
+        "BLOCK_B": next(size for size in SCHEDULE_SIZES if tiling.direct or size >= min(batch, SCHEDULE_SIZES[-1])),
         "MIN_BLOCKS": 1 if tiling.direct and (tiling.hopper or tiling.roles) else tiling.min_blocks,
         "DIRECT": tiling.direct,
         "OVERLAP": overlap,
@@ -217,6 +226,7 @@ def launch(
             partial_lse,
             counters,
             *numbers,
+            k_cache.shape[0],
             **constants,
             **shared,
             SWAP=tiling.swap,
@@ -224,13 +234,13 @@ def launch(
             MERGE_ROWS=min(tiling.block_m, max(MERGE_ELEMENTS // block_dv, 1)),
             EVEN=even,
             ONE_TILE=max_tiles == 1,
-            PREFETCH=tiling.prefetch and early and (even or tiling.direct),
+            PREFETCH=tiling.prefetch if early and (even or tiling.direct) and window is None else 0,
             EARLY=early,
             **launched_early,
         )
     if merges and not inline_merge:
         most = programs // units if tiling.direct else 2 + programs // units
-        columns, rows, chunk = _merge_sizes(units, block_dv, most, partial.itemsize, tiling, num_sms(q.device))
+        columns, rows, chunk, warps = _merge_sizes(units, block_dv, most, partial.itemsize, tiling, num_sms(q.device))
         merge_kernel[(units, tiling.block_m // rows, block_dv // columns)](
             out,
             seq_lens,
@@ -252,24 +262,26 @@ def launch(
             MERGE_COLUMNS=columns,
             CHUNK=chunk,
             IN_THREADS=tiling.wide_merge,
-            num_warps=4,
+            num_warps=warps,
             **({"launch_pdl": True} if overlap else {}),
         )
     return out
 
 
-def _merge_sizes(units: int, block_dv: int, most: int, itemsize: int, tiling: Tiling, sms: int) -> tuple[int, int, int]:
-    """Value columns and rows of a program of the merge kernel, and the partial results that it loads at once.
+def _merge_sizes(units: int, block_dv: int, most: int, itemsize: int, tiling: Tiling, sms: int) -> tuple[int, int, int, int]:
+    """Value columns and rows of a program of the merge kernel, the partial results that it loads at once, and its warps.
 
     Args:
         most: partial results of a unit, at most.
         itemsize: bytes of one of their numbers.
     """
+    if tiling.wide_merge and most > WIDE_MERGE_PARTS and block_dv < WIDE_MERGE_COLUMNS:
+        return min(block_dv, SHORT_MERGE_COLUMNS), 1, SHORT_MERGE_PARTS, 1
     if tiling.wide_merge:
         chunk = min(max(next_power_of_2(most), 2), WIDE_MERGE_PARTS)
         columns = min(block_dv, WIDE_MERGE_COLUMNS)
         rows = max(WIDE_MERGE_BYTES // (itemsize * chunk * columns), 1)
-        return columns, min(rows, 8, tiling.block_m), chunk
+        return columns, min(rows, 8, tiling.block_m), chunk, 4
     columns = min(block_dv, MERGE_COLUMNS)
     programs = units * tiling.block_m * (block_dv // columns)
     # With a program on every multiprocessor the kernel behind can't be put in place early: 16 rows of a step of SmolLM2 took
@@ -277,7 +289,7 @@ def _merge_sizes(units: int, block_dv: int, most: int, itemsize: int, tiling: Ti
     few = tiling.direct and programs > sms
     rows = next_power_of_2(triton.cdiv(programs, sms // 2 if few else sms * MERGE_PROGRAMS_PER_SM))
     rows = min(rows, 8, tiling.block_m)
-    return columns, rows, min(max(next_power_of_2(most), 2), MERGE_LOADED // (rows * columns))
+    return columns, rows, min(max(next_power_of_2(most), 2), MERGE_LOADED // (rows * columns)), 4
 
 
 def tree_bits(tree_width: int) -> int:

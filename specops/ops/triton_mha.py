@@ -65,14 +65,16 @@ def choose_tiling(
     if not split:
         return Tiling(PREFILL_ROWS, 64 if width <= 128 else 32, 8, 3, 1)
     block_m = min(max(next_power_of_2(rows), 16), MAX_SPLIT_ROWS)
+    one_program = batch <= DIRECT_REQUESTS or units_per_sm > 2
+    # With more units than multiprocessors hold at once, most programs are not there yet when the kernel before ends.
+    prefetch = 1 if units_per_sm <= 2 else 0
     if width > 128:
-        return Tiling(block_m, 32, 4, 3, 2, early=True, even=True)
+        return Tiling(block_m, 32, 4, 3, 2, early=True, even=True, prefetch=prefetch)
     # Few keys are quickly read again: 16 rows of one request, three heads a group, take 5.3 us as three tiles of 16 rows and
     # 9.3 as one of 64 (H200, 2026-11-29, in a model of 9 heads in 3, D=64, 189 keys).
     small = 16
     while small < block_m and units_per_sm * triton.cdiv(rows, small) > 2:
         small *= 2
-    one_program = batch <= DIRECT_REQUESTS or units_per_sm > 2
     if room <= (ONE_PROGRAM_KEYS if one_program else SHORT_KEYS if width <= 64 else SHORT_KEYS_OF_WIDE):
         # H200, 2026-11-29, us of one layer, by these sizes and by those below, keys / room:
         #   9 heads in 3, D=64, 4 rows: 1 x 189/256 4.2 and 4.0, and no second kernel; 8 x 189/256 4.3 and 6.1 (with room for
@@ -80,19 +82,25 @@ def choose_tiling(
         #   32 heads in 8, D=128, 4 rows: 8 x 189/256 6.6 and 9.2; 8 x 500/512 11.0 and 12.4; 32 x 189/256 10.9 and 12.2.
         if width > 64:
             # With 4 warps 1 x 4 rows of 189 keys take 5.6 in place of 5.8, 32 x 4 rows 12.3 in place of 10.7.
-            return Tiling(small, 64, 8, 3, 2, min_blocks=4, direct=True, early=True)
+            # Merged by the second kernel 4 / 8 / 16 requests of 500 keys take 9.3 / 10.0 / 14.3, by the last program 10.2 /
+            # 10.9 / 14.6 (H200, 2026-11-30).
+            second = {"inline_merge": False, "wide_merge": True}
+            return Tiling(small, 64, 8, 3, 2, min_blocks=4, direct=True, early=True, prefetch=prefetch, **second)
         if small > 32:
-            return Tiling(small, 128, 8, 2, 2, min_blocks=2, direct=True, early=True)
-        return Tiling(small, 256, 8, 1, 2, direct=True, early=True)
+            return Tiling(small, 128, 8, 2, 2, min_blocks=2, direct=True, early=True, prefetch=prefetch)
+        return Tiling(small, 256, 8, 1, 2, direct=True, early=True, prefetch=prefetch)
     if batch <= DIRECT_REQUESTS and rows <= MAX_SPLIT_ROWS:
         # H200, 2026-11-29, us, merged by the second kernel and by the last program: 4 rows of 4096 keys 10.25 and 13.4;
         # 9 heads in 3, D=64, 256 keys: 4 rows 4.2 and 4.9, or 4.7 for one program a head; 16 rows 5.1 and 5.6. With three
         # blocks in flight 12.0 in a later run, with four 10.2.
         block_m = small if room <= SHORT_KEYS else block_m
-        return Tiling(block_m, 64, 4, 4, 2, inline_merge=False, direct=True, early=True)
+        stages, wide = (3, True) if width > 64 else (4, False)
+        return Tiling(
+            block_m, 64, 4, stages, 2, inline_merge=False, direct=True, early=True, prefetch=prefetch, wide_merge=wide
+        )
     least = max(PROGRAM_BYTES // (64 * (head_dim + value_dim) * kv_dtype.itemsize), 1)
     programs = MANY_UNITS_PROGRAMS_PER_SM if units_per_sm >= MANY_UNITS_PER_SM else PROGRAMS_PER_SM
-    return Tiling(block_m, 64, 4, 3, programs, min_blocks=least, early=True, even=True)
+    return Tiling(block_m, 64, 4, 3, programs, min_blocks=least, early=True, even=True, prefetch=prefetch)
 
 
 def mha(

@@ -63,14 +63,15 @@ def store_kernel(
     if slot >= 0:
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
+        # No name of one branch stands in the other: a and b may be of different dtypes.
         if tl.program_id(1) == 0:
-            source = a + token.to(tl.int64) * stride_at
-            target = a_cache + page * stride_acp + offset * stride_acs
-            _store_row(source, target, a_scale, stride_ah, stride_ad, stride_ach, HEADS, DA, BLOCK_H, BLOCK_DA, TO_FP8)
+            a_row = a + token.to(tl.int64) * stride_at
+            a_target = a_cache + page * stride_acp + offset * stride_acs
+            _store_row(a_row, a_target, a_scale, stride_ah, stride_ad, stride_ach, HEADS, DA, BLOCK_H, BLOCK_DA, TO_FP8)
         else:
-            source = b + token.to(tl.int64) * stride_bt
-            target = b_cache + page * stride_bcp + offset * stride_bcs
-            _store_row(source, target, b_scale, stride_bh, stride_bd, stride_bch, HEADS, DB, BLOCK_H, BLOCK_DB, TO_FP8)
+            b_row = b + token.to(tl.int64) * stride_bt
+            b_target = b_cache + page * stride_bcp + offset * stride_bcs
+            _store_row(b_row, b_target, b_scale, stride_bh, stride_bd, stride_bch, HEADS, DB, BLOCK_H, BLOCK_DB, TO_FP8)
 
 
 @triton.jit

@@ -31,10 +31,10 @@ WAYS = {
     "chosen": None,
     "scheduled": Tiling(16, 64, 4, 3, 2),
     "scheduled, second kernel": Tiling(16, 64, 4, 3, 2, inline_merge=False, early=True),
-    "even": Tiling(16, 64, 4, 3, 2, even=True, early=True, min_blocks=2, prefetch=True),
+    "even": Tiling(16, 64, 4, 3, 2, even=True, early=True, min_blocks=2, prefetch=2),
     "even, second kernel": Tiling(16, 64, 4, 3, 2, even=True, inline_merge=False),
     "even, wide blocks": Tiling(16, 128, 8, 3, 2, even=True, early=True, swap=True),
-    "direct": Tiling(16, 64, 4, 3, 2, direct=True, min_blocks=2, early=True, prefetch=True),
+    "direct": Tiling(16, 64, 4, 3, 2, direct=True, min_blocks=2, early=True, prefetch=2),
     "direct, second kernel": Tiling(16, 64, 4, 3, 2, direct=True, inline_merge=False),
 }
 

@@ -72,7 +72,7 @@ def test_fa3_mha_without_a_plan(name: str) -> None:
 
 
 def test_fa3_is_planned_with_the_rows_before_a_sequence_apart() -> None:
-    """Three requests of 4 rows with 9, 2 and 0 keys, pages of 4: rows 0 and 1 of the second and all of the third see none."""
+    """Four rows each and 9, 2 and 0 keys in pages of 4: two rows of the second and all of the third request see none."""
     case = make_mha_case(query_lens=4, seq_lens=(9, 2, 0), dtype=torch.float16)
     table, lens = case.tensors["page_table"], case.tensors["seq_lens"]
     plan = make_plan("flashinfer_fa3", "mha", table, case.layout, page_size=4)

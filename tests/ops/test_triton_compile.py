@@ -20,7 +20,7 @@ SCRIPT = """
 import dataclasses, json, sys
 sys.path[:0] = [{benchmarks!r}, {root!r}]
 from functools import partial
-from compile_triton import FP8, MhaCall, MlaCall, compiled
+from compile_triton import FP8, MhaCall, MlaCall, StoreCall, compiled
 from tune_linear import compile_one
 from specops.ops.triton_common import Tiling
 import torch
@@ -113,3 +113,16 @@ def test_float32_scores_are_summed_in_float64() -> None:
     """Chains of float32 sums lose the 1e-5 that the oracle grants float32, at scores of 100."""
     (kernel,) = compile_for_hopper("MhaCall(dtype=torch.float32)")
     assert kernel["mma"] > 0
+
+
+def test_keys_and_values_of_different_dtypes_are_stored_by_one_kernel() -> None:
+    """The compiler refuses a name that is a pointer to one dtype in one branch and to another in the other."""
+    (kernel,) = compile_for_hopper("StoreCall(torch.float32, torch.float16)")
+    assert kernel["kernel"] == "store_kernel"
+
+
+def test_the_first_keys_are_fetched_before_the_kernel_waits_where_a_program_is_there_by_then() -> None:
+    """One request, and many: K and V of a block each, none where the programs come in turns."""
+    one, many = compile_for_hopper("MhaCall()")[0], compile_for_hopper("MhaCall(batch=64)")[0]
+    assert one["prefetches"] == 2
+    assert many["prefetches"] == 0

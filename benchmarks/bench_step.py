@@ -18,10 +18,10 @@ is what it adds to the latency besides copies; ``parts`` are pieces of it, each 
 
 Warm-up is a runner of 20 buckets and more, the first thing that this process does, with empty compile caches. Graph memory
 is what the allocator has reserved more, device memory what the driver has given out. ``--cold`` starts further processes,
-one after the other: with one bucket and empty caches, with the caches of this process's warm-up, and with those that it
-saved to a file; ``warm_up_s`` is ``total_s`` and ``first_use_s``, which any first use of a compiler and of cuBLAS takes.
-The file is written after each row. Whatever fails, or does not fit into ``--seconds``, becomes a row with a reason. On an
-H200 this takes some 130 s.
+one after the other: one bucket with empty caches, all buckets with empty caches, with the caches that those filled, and with
+those that they saved to a file; ``warm_up_s`` is ``total_s`` and ``first_use_s``, which any first use of a compiler and of
+cuBLAS takes. The results are written after each row. Whatever fails, or does not fit into ``--seconds``, becomes a row with
+a reason. On an H200 this takes some 150 s.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ WIDTH = 4
 # Twenty sizes up to 32; a batch of one is compiled apart, since torch specialises a dimension of one.
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 48, 64, 96, 128, 192, 256)
 CHILD_SECONDS = 100
+# As it was before torch put paths of its compilers into it, which are part of the keys of Triton's cache.
+ENVIRONMENT = dict(os.environ)
 
 
 class Bench:
@@ -107,16 +109,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return {}
     bench = Bench(args)
     with tempfile.TemporaryDirectory() as folder:
-        caches, saved = cache_variables(Path(folder) / "here"), Path(folder) / "cache.bin"
-        os.environ.update(caches)
+        os.environ.update(cache_variables(Path(folder) / "here"))
         for index, vocab in enumerate(args.vocab):
-            with bench.guard("rows", {"vocab": vocab}):
-                bench.require(10)
-                measure(bench, vocab, saved if index == 0 else None)
+            if not args.starts_only:
+                with bench.guard("rows", {"vocab": vocab}):
+                    bench.require(10)
+                    measure(bench, vocab)
             if args.device == "cuda":
                 torch.cuda.empty_cache()
             if index == 0 and args.cold:
-                measure_starts(bench, Path(folder), caches, saved)
+                measure_starts(bench, Path(folder))
     bench.write()
     print(table(bench.data["rows"]))
     print(json.dumps(bench.data["ratios"], indent=1))
@@ -159,8 +161,8 @@ def pages_each(args: argparse.Namespace) -> int:
     return -(-int(args.kv) // PAGE)
 
 
-def measure(bench: Bench, vocab: int, saved: Path | None = None) -> None:
-    """Warm-ups, which come upon empty caches for the first vocabulary, then all ways; compiled code goes to ``saved``."""
+def measure(bench: Bench, vocab: int) -> None:
+    """Warm-ups, which come upon empty caches for the first vocabulary, then all ways."""
     args = bench.args
     largest = max(args.batch)
     draft = make_draft(args, vocab, largest)
@@ -190,13 +192,8 @@ def measure(bench: Bench, vocab: int, saved: Path | None = None) -> None:
     common: dict[str, Any] = {"tokens_per_request": WIDTH, "max_requests": largest, "max_pages": pages_each(args)}
     with bench.guard("warm_up", {"vocab": vocab, "way": "direct"}):
         bench.require(15)
-        spans = first_uses(draft)
         runner = DraftExtendRunner(draft, draft.caches, mode="direct", buckets=sizes, **common)
-        figures = warm_up(runner)
-        started = {"warm_up_s": round(figures["total_s"] + sum(spans.values()), 3), "first_use_s": spans}
-        bench.add("warm_up", {"vocab": vocab, "way": "direct", **started, **figures})
-        if saved is not None and args.cold:
-            runner.save_cache(saved)
+        bench.add("warm_up", {"vocab": vocab, "way": "direct", **warm_up(runner)})
     overhead: DraftExtendRunner | None = None
     with bench.guard("warm_up", {"vocab": vocab, "way": "reduce-overhead"}):
         bench.require(15)
@@ -392,11 +389,13 @@ def times(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[
     }
 
 
-def measure_starts(bench: Bench, folder: Path, caches: dict[str, str], saved: Path) -> None:
-    """Processes with empty caches and one bucket, with the caches of this one, and with a saved cache in an empty folder."""
+def measure_starts(bench: Bench, folder: Path) -> None:
+    """Processes with empty caches and one bucket or all, with the caches of all, and with those in a file."""
+    saved, all_caches = folder / "cache.bin", cache_variables(folder / "all")
     for name, (variables, options) in {
         "one bucket": (cache_variables(folder / "one"), ["--one-bucket"]),
-        "second start": (caches, []),
+        "cold": (all_caches, ["--save-cache", str(saved)]),
+        "second start": (all_caches, []),
         "saved cache": (cache_variables(folder / "other"), ["--load-cache", str(saved)]),
     }.items():
         # One after the other: two at once would slow each other down.
@@ -405,19 +404,19 @@ def measure_starts(bench: Bench, folder: Path, caches: dict[str, str], saved: Pa
             begun = time.perf_counter()
             figures = finish(start(bench.args, variables, options), min(CHILD_SECONDS, bench.left()))
             bench.add("process_start", {"way": name, **figures, "process_s": round(time.perf_counter() - begun, 2)})
-    here = next((row for row in bench.data["warm_up"] if row["way"] == "direct" and "total_s" in row), None)
     starts = {row["way"]: row for row in bench.data["process_start"] if "warm_up_s" in row}
-    if here is None:
+    if "cold" not in starts:
         return
+    cold = starts["cold"]
     if "one bucket" in starts:
         one = starts["one bucket"]["total_s"]
-        bench.data["all_buckets_over_one"] = round((here["total_s"] - here["batch_of_one_s"]) / one, 3)
-        bench.data["all_buckets_over_one_with_a_batch_of_one"] = round(here["total_s"] / one, 3)
+        bench.data["all_buckets_over_one"] = round((cold["total_s"] - cold["batch_of_one_s"]) / one, 3)
+        bench.data["all_buckets_over_one_with_a_batch_of_one"] = round(cold["total_s"] / one, 3)
     for name in ("second start", "saved cache"):
         if name in starts:
             label = f"{name} over cold".replace(" ", "_")
-            bench.data[label] = round(starts[name]["warm_up_s"] / here["warm_up_s"], 3)
-            bench.data[f"{label}_first_uses_apart"] = round(starts[name]["total_s"] / here["total_s"], 3)
+            bench.data[label] = round(starts[name]["warm_up_s"] / cold["warm_up_s"], 3)
+            bench.data[f"{label}_first_uses_apart"] = round(starts[name]["total_s"] / cold["total_s"], 3)
     bench.write()
 
 
@@ -431,7 +430,7 @@ def start(args: argparse.Namespace, variables: dict[str, str], options: list[str
     command += ["--hidden", str(args.hidden), "--intermediate", str(args.intermediate), "--kv", str(args.kv)]
     command += ["--vocab", str(args.vocab[0]), "--batch", str(max(args.batch)), "--backend", args.backend, *options]
     return subprocess.Popen(
-        command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env={**ENVIRONMENT, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -483,6 +482,8 @@ def process_start(args: argparse.Namespace) -> dict[str, Any]:
     )
     figures = warm_up(runner)
     found = {"warm_up_s": round(time.perf_counter() - begun, 3), "first_use_s": spans, **figures}
+    if args.save_cache:
+        found["saved_mib"] = round(runner.save_cache(args.save_cache) / 2**20, 2)
     return found if loaded is None else {**found, "loaded": loaded}
 
 
@@ -534,12 +535,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="auto")
     add("--calls", type=int, default=60, help="calls a latency is the median of")
     add("--cold", action=argparse.BooleanOptionalAction, default=True, help="time process starts")
+    add("--starts-only", action="store_true", help="process starts and nothing else; 110 s")
     add("--quick", action="store_true", help="vocabulary 32000, batches 1, 8 and 32, no process starts; 40 s")
     add("--seconds", type=float, default=200.0)
     add("--json", type=Path)
     add("--child", action="store_true", help=argparse.SUPPRESS)
     add("--one-bucket", action="store_true", help=argparse.SUPPRESS)
     add("--load-cache", help=argparse.SUPPRESS)
+    add("--save-cache", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.quick:
         args.vocab, args.cold, args.seconds = args.vocab.split(",")[0], False, min(args.seconds, 100.0)

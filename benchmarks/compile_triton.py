@@ -32,7 +32,7 @@ if __name__ == "__main__":
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler says of one kernel. ``product_groups``: runs of Hopper's matrix instructions, each with a wait;
-    ``prefetches``: into the L2 cache."""
+    ``prefetches``: into the L2 cache; ``key``: Triton's own, of one compiled kernel."""
 
     kernel: str
     registers: int
@@ -43,6 +43,7 @@ class Compiled:
     async_copies: int
     product_groups: int
     prefetches: int
+    key: str
 
 
 # Shared memory of a program, by compute capability.
@@ -163,6 +164,7 @@ def _report(kernel: Any) -> Compiled:
         ptx.count("cp.async"),
         code.count("WARPGROUP.ARRIVE"),
         ptx.count("prefetch.global.L2"),
+        kernel.hash,
     )
 
 

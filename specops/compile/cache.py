@@ -6,13 +6,15 @@
     specops.compile.load_cache("draft.cache")   # on each machine of its kind, before warm_up()
 
 The file holds what torch keeps on disk (traced graphs, generated code, autotuning results) for everything this process has
-compiled, and is put where torch looks for it. Captured graphs hold addresses and are never in it: captures are made anew
+compiled, and the ops' Triton kernels; both are put where they are looked for. A CPU's C++ libraries, which torch does not
+save, are compiled from the generated code anew. Captured graphs hold addresses and are never in it: captures are made anew
 and take milliseconds. Code is found again under a key made of the step, its shapes, torch, Triton and the device, so a
 file of another kind of machine does no harm and no good. Load only files you trust: they hold code.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -21,7 +23,9 @@ from typing import Any
 
 import torch
 
-_MAGIC = b"specops compile cache 1\n"
+from specops.compile import triton_files
+
+_MAGIC = b"specops compile cache 2\n"
 
 
 def save_cache(path: str | os.PathLike[str]) -> int:
@@ -40,11 +44,14 @@ def save_cache(path: str | os.PathLike[str]) -> int:
             "there is nothing to save: call warm_up() first, in a mode that compiles, with torch's compile caches on"
         )
     path = Path(path)
-    header = json.dumps({"torch": torch.__version__, "device": _device()}).encode() + b"\n"
+    parts = {"": saved[0], **triton_files.collect()}
+    sizes = {name: len(part) for name, part in parts.items()}
+    header = json.dumps({"torch": torch.__version__, "device": _device(), "sizes": sizes}).encode() + b"\n"
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + header + saved[0])
+            file.write(_MAGIC + header)
+            file.writelines(parts.values())
         os.replace(draft, path)
     except BaseException:
         Path(draft).unlink(missing_ok=True)
@@ -56,7 +63,7 @@ def load_cache(path: str | os.PathLike[str]) -> dict[str, int]:
     """Put the compiled code in ``path`` where torch finds it. Call it before ``warm_up()``.
 
     Returns:
-        How many pieces of each kind there were.
+        How many pieces of each kind there were; ``triton`` counts files.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -65,7 +72,7 @@ def load_cache(path: str | os.PathLike[str]) -> dict[str, int]:
     content = Path(path).read_bytes()
     if not content.startswith(_MAGIC):
         raise ValueError(f"{path} is no compile cache of specops; make one with save_cache()")
-    line, _, payload = content[len(_MAGIC) :].partition(b"\n")
+    line, _, rest = content[len(_MAGIC) :].partition(b"\n")
     try:
         made: dict[str, Any] = json.loads(line)
     except ValueError:
@@ -74,13 +81,18 @@ def load_cache(path: str | os.PathLike[str]) -> dict[str, int]:
     differing = [f"{name} {made.get(name)!r}, here {here[name]!r}" for name in here if made.get(name) != here[name]]
     if differing:
         raise ValueError(f"{path} was made with {'; '.join(differing)}: its code would never be used; save it again here")
+    sizes: dict[str, int] = made.get("sizes", {})
+    if "" not in sizes or sum(sizes.values()) != len(rest):
+        raise ValueError(f"{path} is cut off or broken; save it again")
+    ends = list(itertools.accumulate(sizes.values()))
+    parts = {name: rest[end - size : end] for (name, size), end in zip(sizes.items(), ends, strict=True)}
     try:
-        info = torch.compiler.load_cache_artifacts(payload)
+        info = torch.compiler.load_cache_artifacts(parts.pop(""))
     except Exception as error:
         raise ValueError(f"{path} is cut off or broken ({error}); save it again") from error
     if info is None:
         raise ValueError(f"{path} is cut off or broken; save it again")
-    return {kind: len(keys) for kind, keys in info.artifacts.items()}
+    return {**{kind: len(keys) for kind, keys in info.artifacts.items()}, "triton": triton_files.restore(parts)}
 
 
 def _device() -> str:

@@ -67,7 +67,10 @@ def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="other is no compile cache of specops; make one with save_cache"):
         load_cache(path)
-    path.write_bytes(b'specops compile cache 1\n{"torch": "1.0", "device": "cpu"}\nxyz')
+    path.write_bytes(b"specops compile cache 1\nof an older release")
+    with pytest.raises(ValueError, match="other is no compile cache of specops; make one with save_cache"):
+        load_cache(path)
+    path.write_bytes(b'specops compile cache 2\n{"torch": "1.0", "device": "cpu"}\nxyz')
     with pytest.raises(ValueError, match=r"was made with torch '1.0', here '.*save it again here"):
         load_cache(path)
     import torch
@@ -75,11 +78,11 @@ def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
     device = "cpu"
     if torch.cuda.is_available():
         pytest.skip("the device's name is not a constant here; the version is checked the same way above")
-    path.write_bytes(
-        b"specops compile cache 1\n" + json.dumps({"torch": torch.__version__, "device": device}).encode() + b"\nxyz"
-    )
-    with pytest.raises(ValueError, match="cut off or broken"):
-        load_cache(path)
+    made = {"torch": torch.__version__, "device": device}
+    for sizes in ({}, {"sizes": {"": 4}}, {"sizes": {"": 3}}, {"sizes": {"a/b": 3}}):
+        path.write_bytes(b"specops compile cache 2\n" + json.dumps({**made, **sizes}).encode() + b"\nxyz")
+        with pytest.raises(ValueError, match="cut off or broken"):
+            load_cache(path)
 
 
 def test_nothing_compiled_is_nothing_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

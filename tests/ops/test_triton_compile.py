@@ -126,3 +126,15 @@ def test_the_first_keys_are_fetched_before_the_kernel_waits_where_a_program_is_t
     one, many = compile_for_hopper("MhaCall()")[0], compile_for_hopper("MhaCall(batch=64)")[0]
     assert one["prefetches"] == 2
     assert many["prefetches"] == 0
+
+
+def test_all_buckets_of_a_step_share_few_attention_kernels() -> None:
+    """Warm-up of any number of buckets costs little more than that of one: 26 batch sizes up to 256, pages of 16, 512 keys.
+
+    Many requests, few, and their merge; a batch of one, which splits its keys further, and its merge.
+    """
+    sizes = [*range(1, 9), *range(10, 33, 2), 48, 64, 96, 128, 192, 256]
+    calls = ", ".join(f"MhaCall(batch={size}, page_size=16, max_pages=32)" for size in sizes)
+    kernels = compile_for_hopper(f"lambda: [call() for call in ({calls})]")
+    assert len(kernels) > len(sizes)
+    assert len({kernel["key"] for kernel in kernels}) == 5

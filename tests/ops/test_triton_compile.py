@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -138,3 +140,41 @@ def test_all_buckets_of_a_step_share_few_attention_kernels() -> None:
     kernels = compile_for_hopper(f"lambda: [call() for call in ({calls})]")
     assert len(kernels) > len(sizes)
     assert len({kernel["key"] for kernel in kernels}) == 5
+
+
+def random_call(draw: random.Random) -> str:
+    """A call that the capability table allows, as an expression."""
+    tree = draw.choice([None, None, 4, 40, 100])
+    options = {
+        "batch": draw.choice([1, 2, 8, 40]),
+        "query_len": min(draw.choice([1, 3, 4, 16, 70]), tree or 70),
+        "page_size": draw.choice([1, 4, 16, 48, 64, 128]),
+        "max_pages": draw.choice([3, 16, 70]),
+        "dtype": draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]),
+        "kv_dtype": draw.choice([None, None, torch.float8_e4m3fn]),
+        "packed": tree is None and draw.random() < 0.4,
+        "window": draw.choice([None, None, 5, 1024]),
+        "softcap": draw.choice([None, None, 30.0]),
+        "sinks": draw.random() < 0.3,
+        "tree_width": tree,
+        "split": draw.choice([None, True, False]),
+    }
+    if draw.random() < 0.3:
+        heads, latent, rope = draw.choice([4, 16, 128]), draw.choice([512, 512, 256]), draw.choice([32, 64])
+        name, more = "MlaCall", {"num_heads": heads, "latent_dim": latent, "rope_dim": rope}
+    else:
+        heads, kv_heads = draw.choice([(8, 2), (9, 3), (8, 8), (28, 4), (14, 2), (64, 4)])
+        dim = draw.choice([32, 64, 80, 96, 128, 192, 256])
+        name, more = "MhaCall", {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+        more["value_dim"] = draw.choice([None, None, min(dim, 128)])
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in {**options, **more}.items())})"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_the_capability_table_allows_compiles(seed: int) -> None:
+    """The interpreter checks no types, so what it runs may still be refused by the compiler."""
+    draw = random.Random(seed)
+    calls = [random_call(draw) for _ in range(9)]
+    kernels = compile_for_hopper(f"lambda: [call() for call in ({', '.join(calls)})]")
+    assert len(kernels) >= len(calls)
+    assert all(kernel["shared"] <= 227 * 1024 for kernel in kernels)

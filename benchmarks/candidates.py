@@ -51,18 +51,19 @@ def mha_candidates(row: Row) -> list[Tiling]:
     if row in SMALL_ROWS:
         found = _small(row, m)
     elif row.batch == 1:
-        base = replace(direct, inline_merge=False)
+        base = replace(direct, inline_merge=False, wide_merge=row.head_dim > 64, prefetch=1)
         sizes = [(64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 2, 3), (64, 4, 4, 2), (64, 4, 3, 1), (128, 4, 2, 2), (128, 8, 2, 2)]
         # A program for each 128 or 256 keys, with half and a quarter of the partial results, took 11.8 to 16.1 us.
-        found = [*_sized(base, sizes), replace(base, prefetch=2), replace(base, early=False)]
-        found += _sized(replace(base, prefetch=2), [(64, 4, 4, 2), (64, 4, 5, 2), (64, 4, 4, 1)])
+        found = [*_sized(base, sizes), replace(base, early=False), replace(base, rounded_partials=True)]
+        found += [replace(base, prefetch=0), replace(base, prefetch=2), replace(base, wide_merge=not base.wide_merge)]
         found += _sized(base, [(64, 4, 5, 2), (64, 4, 6, 2), (64, 4, 5, 1)])
     elif row.name in ("window", "window_control", "ragged", "tree", "sinks"):
         found = [even, replace(even, swap=True), replace(even, even=False)]
         found += _sized(replace(direct, min_blocks=4), [(64, 4, 3, 2), (64, 8, 3, 2), (64, 8, 3, 4)])
     else:
         # Without the schedule: what the even cut would take if it cost nothing to find out.
-        found = [direct, even, replace(even, prefetch=2), replace(even, early=False), replace(even, swap=True)]
+        found = [direct, even, *(replace(even, prefetch=blocks) for blocks in (1, 2))]
+        found += [replace(even, early=False), replace(even, swap=True)]
         found += _sized(even, [(64, 4, 3, 4), (64, 4, 3, 8), (64, 4, 4, 2)])
         found += _sized(replace(even, max_registers=168), [(64, 4, 3, 2), (64, 4, 3, 3)]) if m == 16 else []
         found += _sized(even, [(32, 4, 6, 2), (32, 4, 4, 3)]) if m == 16 else []

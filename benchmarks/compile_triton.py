@@ -290,6 +290,29 @@ class StoreCall:
         store_kv(k_cache, v_cache, k, v, torch.empty(4, dtype=torch.int64, **on))
 
 
+@dataclass(frozen=True)
+class ProjectCall:
+    """Norm, projection, rotation and cache write on meta tensors: 9 heads in 3 of 64."""
+
+    rows: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype = torch.bfloat16
+    norm_dtype: torch.dtype = torch.bfloat16
+
+    def __call__(self) -> None:
+        from specops.ops.triton_linear import project_qkv
+
+        def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        cache = empty(9, 16, 3, 64, dtype=self.cache_dtype)
+        angles = empty(self.rows, 1, 32, dtype=torch.float32)
+        scale = empty(1, dtype=torch.float32) if self.cache_dtype == FP8 else None
+        slots, weight = empty(self.rows, dtype=torch.int64), empty(960, 576)
+        norm = {"norm_weight": empty(576, dtype=self.norm_dtype), "k_scale": scale, "v_scale": scale}
+        project_qkv(cache, cache.clone(), empty(self.rows, 576), weight, angles, angles.clone(), slots, 9, **norm)
+
+
 FP8 = torch.float8_e4m3fn
 COMMON: dict[str, list[Any]] = {
     "mha": [

@@ -224,6 +224,8 @@ def short(tiling: Tiling) -> str:
         + f" prefetch {tiling.prefetch}" * (tiling.prefetch > 0)
         + " swap" * tiling.swap
         + " merge2" * (not tiling.inline_merge)
+        + " wide" * tiling.wide_merge
+        + " rounded" * tiling.rounded_partials
     )
     text += f" min{tiling.min_blocks}" * (tiling.min_blocks > 1)
     return text + (f" r{tiling.max_registers}" if tiling.max_registers else "")

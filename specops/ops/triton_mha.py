@@ -91,8 +91,8 @@ def choose_tiling(
         return Tiling(small, 256, 8, 1, 2, direct=True, early=True, prefetch=prefetch)
     if batch <= DIRECT_REQUESTS and rows <= MAX_SPLIT_ROWS:
         # H200, 2026-11-29, us, merged by the second kernel and by the last program: 4 rows of 4096 keys 10.25 and 13.4;
-        # 9 heads in 3, D=64, 256 keys: 4 rows 4.2 and 4.9, or 4.7 for one program a head; 16 rows 5.1 and 5.6. With three
-        # blocks in flight 12.0 in a later run, with four 10.2.
+        # 9 heads in 3, D=64, 256 keys: 4 rows 4.2 and 4.9, or 4.7 for one program a head; 16 rows 5.1 and 5.6. 4 rows of
+        # 4096 keys, the first ones early, with a wide merge: 9.9 with three blocks in flight, 10.1 with four (2026-11-30).
         block_m = small if room <= SHORT_KEYS else block_m
         stages, wide = (3, True) if width > 64 else (4, False)
         return Tiling(

@@ -22,7 +22,7 @@ SCRIPT = """
 import dataclasses, json, sys
 sys.path[:0] = [{benchmarks!r}, {root!r}]
 from functools import partial
-from compile_triton import FP8, MhaCall, MlaCall, StoreCall, compiled
+from compile_triton import FP8, MhaCall, MlaCall, ProjectCall, StoreCall, compiled
 from tune_linear import compile_one
 from specops.ops.triton_common import Tiling
 import torch
@@ -121,6 +121,15 @@ def test_keys_and_values_of_different_dtypes_are_stored_by_one_kernel() -> None:
     """The compiler refuses a name that is a pointer to one dtype in one branch and to another in the other."""
     (kernel,) = compile_for_hopper("StoreCall(torch.float32, torch.float16)")
     assert kernel["kernel"] == "store_kernel"
+
+
+def test_projections_compile_over_caches_and_norms_of_other_dtypes() -> None:
+    """At few rows and at many, which are two kernels, or three with a norm of its own."""
+    kinds = ("", "torch.float16, FP8", "torch.float32, torch.bfloat16", "torch.bfloat16, torch.bfloat16, torch.float32")
+    calls = ", ".join(f"ProjectCall({rows}{kind and ', ' + kind})" for rows in (4, 64) for kind in kinds)
+    kernels = compile_for_hopper(f"lambda: [call() for call in ({calls})]")
+    assert len(kernels) >= 8
+    assert all(kernel["shared"] <= 227 * 1024 for kernel in kernels)
 
 
 def test_the_first_keys_are_fetched_before_the_kernel_waits_where_a_program_is_there_by_then() -> None:

@@ -179,7 +179,9 @@ def launch(
     # Where every unit has one program there is nothing to merge.
     merges = not (tiling.direct and programs == units)
     inline_merge = tiling.inline_merge and merges
-    counters = merge_counters(q.device, units) if inline_merge else None
+    # Without counters any such pointer: one that is left out would be another form of call, and Triton 3.6 compiles what
+    # launches each form with the C compiler.
+    counters = merge_counters(q.device, units) if inline_merge else seq_lens
     overlap = launches_overlap(q.device)
     early = tiling.early and overlap
     launched_early = {"launch_pdl": True} if early else {}

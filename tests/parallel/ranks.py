@@ -13,6 +13,7 @@ import argparse
 import copy
 import json
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def decode(world: dict[str, Any], draft: str | None, shape: str, mode: str, **op
     }
 
 
-def run(device: str, modes: list[str], only: list[str]) -> dict[str, Any]:
+def run(device: str, modes: list[str], only: list[str], shapes: list[str]) -> dict[str, Any]:
     mesh = torchrun_mesh(device)
     cases: dict[str, Any] = {}
     for name in only or MODELS:
@@ -105,8 +106,12 @@ def run(device: str, modes: list[str], only: list[str]) -> dict[str, Any]:
         drafts = [key for key in whole if key != "target"]
         for mode in modes:
             for draft, shape in pairs_for(name, drafts, mode, device):
+                if shape not in shapes:
+                    continue
+                case, begun = f"{name}/{draft}/{shape}/{mode}", time.perf_counter()
                 ours = decode(cut, draft, shape, mode)
-                cases[f"{name}/{draft}/{shape}/{mode}"] = {"whole": decode(whole, draft, shape, "eager"), "ranks": ours}
+                cases[case] = {"whole": decode(whole, draft, shape, "eager"), "ranks": ours}
+                print(f"rank {mesh.get_rank()}: {case}, {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
         if name == "llama" and "eager" in modes:
             for label, params in (("seeded", SamplingParams(0.8, top_k=9, seed=5)), ("seedless", SamplingParams(1.0))):
                 # The ranks' own generators disagree, and must not matter.
@@ -141,9 +146,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--modes", default="eager")
     parser.add_argument("--models", nargs="*", default=[])
+    parser.add_argument("--shapes", nargs="*", default=list(ROUNDS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cases = run(args.device, args.modes.split(","), args.models)
+    cases = run(args.device, args.modes.split(","), args.models, args.shapes)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, {key: case["ranks"] for key, case in cases.items()})
     for key, case in cases.items():

@@ -46,7 +46,12 @@ def torchrun(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess
     if "cuda" not in arguments:
         # A GPU's many small kernels are compiled side by side.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    return subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    try:
+        return subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    except subprocess.TimeoutExpired as late:
+        said = late.stderr or ""
+        said = said if isinstance(said, str) else said.decode(errors="replace")
+        raise AssertionError(f"no end within {late.timeout:.0f} s:\n{said[-4000:]}") from None
 
 
 def results(*arguments: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ WIDTH = 4
 # Twenty sizes up to 32; a batch of one is compiled apart, since torch specialises a dimension of one.
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 48, 64, 96, 128, 192, 256)
 CHILD_SECONDS = 100
-# As it was before torch put paths of its compilers into it, which are part of the keys of Triton's cache.
+# As it was before torch put the path of its own ptxas into it, whose version is part of the keys of Triton's cache.
 ENVIRONMENT = dict(os.environ)
 
 

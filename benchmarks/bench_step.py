@@ -1,7 +1,7 @@
-"""One draft-extend step under every way of running it: host time, latency, warm-up, graph memory, process start.
+"""One draft-extend step under every way of running it: host time, latency, warm-up, graph memory.
 
     python benchmarks/bench_step.py --json step.json
-    python benchmarks/bench_step.py --quick --json step.json
+    python benchmarks/bench_step.py --quick --json step.json        # 40 s
 
 The draft has one layer over hidden 4096; every request has 4 rows and 512 keys. The ways:
 
@@ -16,29 +16,27 @@ are timed in turn with it, call by call, so that a change of clocks meets all of
 host's time that a call spends before its graph is launched (``reduce-overhead``: before torch's compiled code runs), which
 is what it adds to the latency besides copies; ``parts`` are pieces of it, each called by itself and warm.
 
-Warm-up is a runner of 20 buckets and more, the first thing that this process does, with empty compile caches. Graph memory
-is what the allocator has reserved more, device memory what the driver has given out. ``--cold`` starts further processes,
-one after the other: one bucket with empty caches, all buckets with empty caches, with the caches that those filled, and with
-those that they saved to a file; ``warm_up_s`` is ``total_s`` and ``first_use_s``, which any first use of a compiler and of
-cuBLAS takes. The results are written after each row. Whatever fails, or does not fit into ``--seconds``, becomes a row with
-a reason. On an H200 this takes some 150 s.
+Warm-up is a runner of 20 buckets and more, the first thing that this process does, with empty compile caches
+(:mod:`bench_starts` compares process starts). Graph memory is what the allocator has reserved more, device memory what the
+driver has given out. The results are written after each row. Whatever fails, or does not fit into ``--seconds``, becomes a
+row with a reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import gc
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -55,9 +53,6 @@ PAGE = 16
 WIDTH = 4
 # Twenty sizes up to 32; a batch of one is compiled apart, since torch specialises a dimension of one.
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 48, 64, 96, 128, 192, 256)
-CHILD_SECONDS = 100
-# As it was before torch put the path of its own ptxas into it, whose version is part of the keys of Triton's cache.
-ENVIRONMENT = dict(os.environ)
 
 
 class Bench:
@@ -65,13 +60,13 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.begun = args, time.perf_counter()
-        self.data: dict[str, Any] = {"environment": environment(args), "rows": [], "warm_up": [], "process_start": []}
+        self.data: dict[str, Any] = {"environment": environment(args), "rows": [], "warm_up": []}
 
     def left(self) -> float:
         return float(self.args.seconds) - (time.perf_counter() - self.begun)
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        self.data[kind].append(row)
+        self.data.setdefault(kind, []).append(row)
         print(kind, json.dumps(row), flush=True)
         self.write()
 
@@ -104,21 +99,15 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
-    if args.child:
-        print(json.dumps(process_start(args)))
-        return {}
     bench = Bench(args)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(cache_variables(Path(folder) / "here"))
-        for index, vocab in enumerate(args.vocab):
-            if not args.starts_only:
-                with bench.guard("rows", {"vocab": vocab}):
-                    bench.require(10)
-                    measure(bench, vocab)
+        os.environ.update(cache_variables(Path(folder)))
+        for vocab in args.vocab:
+            with bench.guard("rows", {"vocab": vocab}):
+                bench.require(10)
+                measure(bench, vocab)
             if args.device == "cuda":
                 torch.cuda.empty_cache()
-            if index == 0 and args.cold:
-                measure_starts(bench, Path(folder))
     bench.write()
     print(table(bench.data["rows"]))
     print(json.dumps(bench.data["ratios"], indent=1))
@@ -289,31 +278,10 @@ def parts(runner: DraftExtendRunner, batch: DraftExtendBatch, way: Any) -> dict[
     return found
 
 
-@contextlib.contextmanager
-def kernels_compiled() -> Iterator[dict[str, int]]:
-    """Counts the Triton kernels of this process that are ``compiled`` and those ``found`` in its cache on disk meanwhile."""
-    counts = {"compiled": 0, "found": 0}
-    try:
-        from triton import knobs
-    except ImportError:
-        yield counts
-        return
-
-    def told(*, cache_hit: bool, **about: Any) -> None:
-        counts["found" if cache_hit else "compiled"] += 1
-
-    knobs.compilation.listener = told
-    try:
-        yield counts
-    finally:
-        knobs.compilation.listener = None
-
-
 def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
     """Time of the first bucket, which compiles, and of those behind it; memory of the graphs."""
     free = device_free(runner)
-    with kernels_compiled() as kernels:
-        report = runner.warm_up().as_dict()
+    report = runner.warm_up().as_dict()
     by_size = sorted(report["buckets"], key=lambda bucket: -bucket["num_requests"])
     first, others = by_size[0], by_size[1:]
     # A batch of one is a second compile; the rest are captures alone.
@@ -326,7 +294,6 @@ def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
         "other_buckets_s": round(captures, 3),
         "batch_of_one_s": round(alone, 3),
         "compiled_graphs": report["compiled_graphs"],
-        "triton_kernels": kernels,
         "captured": report["captured"],
         "not_captured": report["reason"],
         "graph_mib": round(sum(bucket["memory_bytes"] for bucket in by_size) / 2**20, 1),
@@ -389,102 +356,9 @@ def times(ways: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[
     }
 
 
-def measure_starts(bench: Bench, folder: Path) -> None:
-    """Processes with empty caches and one bucket or all, with the caches of all, and with those in a file."""
-    saved, all_caches = folder / "cache.bin", cache_variables(folder / "all")
-    for name, (variables, options) in {
-        "one bucket": (cache_variables(folder / "one"), ["--one-bucket"]),
-        "cold": (all_caches, ["--save-cache", str(saved)]),
-        "second start": (all_caches, []),
-        "saved cache": (cache_variables(folder / "other"), ["--load-cache", str(saved)]),
-    }.items():
-        # One after the other: two at once would slow each other down.
-        with bench.guard("process_start", {"way": name}):
-            bench.require(20)
-            begun = time.perf_counter()
-            figures = finish(start(bench.args, variables, options), min(CHILD_SECONDS, bench.left()))
-            bench.add("process_start", {"way": name, **figures, "process_s": round(time.perf_counter() - begun, 2)})
-    starts = {row["way"]: row for row in bench.data["process_start"] if "warm_up_s" in row}
-    if "cold" not in starts:
-        return
-    cold = starts["cold"]
-    if "one bucket" in starts:
-        one = starts["one bucket"]["total_s"]
-        bench.data["all_buckets_over_one"] = round((cold["total_s"] - cold["batch_of_one_s"]) / one, 3)
-        bench.data["all_buckets_over_one_with_a_batch_of_one"] = round(cold["total_s"] / one, 3)
-    for name in ("second start", "saved cache"):
-        if name in starts:
-            label = f"{name} over cold".replace(" ", "_")
-            bench.data[label] = round(starts[name]["warm_up_s"] / cold["warm_up_s"], 3)
-            bench.data[f"{label}_first_uses_apart"] = round(starts[name]["total_s"] / cold["total_s"], 3)
-    bench.write()
-
-
 def cache_variables(folder: Path) -> dict[str, str]:
     """Environment of a process that keeps compiled code in ``folder``; Triton keeps kernels beside inductor's code."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
-
-
-def start(args: argparse.Namespace, variables: dict[str, str], options: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--child", "--device", args.device, "--dtype", args.dtype]
-    command += ["--hidden", str(args.hidden), "--intermediate", str(args.intermediate), "--kv", str(args.kv)]
-    command += ["--vocab", str(args.vocab[0]), "--batch", str(max(args.batch)), "--backend", args.backend, *options]
-    return subprocess.Popen(
-        command, env={**ENVIRONMENT, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
-    try:
-        output, errors = process.communicate(timeout=max(1.0, seconds))
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-    if process.returncode != 0:
-        raise RuntimeError((errors.strip().splitlines() or ["no message"])[-1])
-    figures: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return figures
-
-
-def first_uses(draft: EagleHead) -> dict[str, float]:
-    """Seconds that any first use of the compiler and of cuBLAS in a process takes."""
-    spans = {}
-    begun = time.perf_counter()
-    importlib.import_module("torch._inductor.compile_fx")
-    spans["imports"] = round(time.perf_counter() - begun, 3)
-    begun = time.perf_counter()
-    product = draft.lm_head_weight @ draft.lm_head_weight[:1].t()
-    if product.is_cuda:
-        torch.cuda.synchronize()
-    spans["first product"] = round(time.perf_counter() - begun, 3)
-    return spans
-
-
-def process_start(args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: the time from a ready draft to a warm runner."""
-    from specops.compile import load_cache
-
-    largest = max(args.batch)
-    draft = make_draft(args, args.vocab[0], largest)
-    sizes = (largest,) if args.one_bucket else (*(size for size in BUCKETS if size < largest), largest)
-    begun = time.perf_counter()
-    loaded = load_cache(args.load_cache) if args.load_cache else None
-    spans = {"load_cache": round(time.perf_counter() - begun, 3), **first_uses(draft)}
-    runner = DraftExtendRunner(
-        draft,
-        draft.caches,
-        tokens_per_request=WIDTH,
-        max_requests=largest,
-        max_pages=pages_each(args),
-        mode="direct",
-        buckets=sizes,
-    )
-    figures = warm_up(runner)
-    found = {"warm_up_s": round(time.perf_counter() - begun, 3), "first_use_s": spans, **figures}
-    if args.save_cache:
-        found["saved_mib"] = round(runner.save_cache(args.save_cache) / 2**20, 2)
-    return found if loaded is None else {**found, "loaded": loaded}
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -518,34 +392,37 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     cuda = args.device == "cuda"
     shape = {name: getattr(args, name) for name in ("hidden", "intermediate", "kv", "dtype", "backend")}
     card = torch.cuda.get_device_name() if cuda else "cpu"
-    return {"device_name": card, "torch": torch.__version__, "rows_a_request": WIDTH, **shape}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton") if importlib.util.find_spec(name)}
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"device_name": card, "date": date, **versions, "rows_a_request": WIDTH, **shape}
+
+
+def shape_options(parser: argparse.ArgumentParser) -> None:
+    """Where a step runs and how large it is."""
+    cuda = torch.cuda.is_available()
+    add = parser.add_argument
+    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
+    add("--dtype", default="bfloat16" if cuda else "float32")
+    add("--hidden", type=int, default=4096 if cuda else 256)
+    add("--intermediate", type=int, default=11008 if cuda else 512)
+    add("--kv", type=int, default=512, help="keys of every request")
+    add("--backend", default="auto")
+    add("--json", type=Path)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shape_options(parser)
     add = parser.add_argument
-    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
-    add("--dtype", default="bfloat16" if cuda else "float32")
     add("--vocab", default="32000,128256" if cuda else "1024")
     add("--batch", default="1,8,32,256" if cuda else "1,2,4")
-    add("--hidden", type=int, default=4096 if cuda else 256)
-    add("--intermediate", type=int, default=11008 if cuda else 512)
-    add("--kv", type=int, default=512, help="keys of every request")
-    add("--backend", default="auto")
     add("--calls", type=int, default=60, help="calls a latency is the median of")
-    add("--cold", action=argparse.BooleanOptionalAction, default=True, help="time process starts")
-    add("--starts-only", action="store_true", help="process starts and nothing else; 110 s")
-    add("--quick", action="store_true", help="vocabulary 32000, batches 1, 8 and 32, no process starts; 40 s")
-    add("--seconds", type=float, default=200.0)
-    add("--json", type=Path)
-    add("--child", action="store_true", help=argparse.SUPPRESS)
-    add("--one-bucket", action="store_true", help=argparse.SUPPRESS)
-    add("--load-cache", help=argparse.SUPPRESS)
-    add("--save-cache", help=argparse.SUPPRESS)
+    add("--quick", action="store_true", help="vocabulary 32000, batches 1, 8 and 32; 40 s")
+    add("--seconds", type=float, default=150.0)
     args = parser.parse_args(argv)
     if args.quick:
-        args.vocab, args.cold, args.seconds = args.vocab.split(",")[0], False, min(args.seconds, 100.0)
+        args.vocab, args.seconds = args.vocab.split(",")[0], min(args.seconds, 100.0)
         args.batch = "1,8,32" if cuda else args.batch
     args.vocab = [int(part) for part in args.vocab.split(",")]
     args.batch = sorted({int(part) for part in args.batch.split(",")})

@@ -17,13 +17,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specops.compile import triton_files
+from specops.compile.whole_file import write_whole
 
 _MAGIC = b"specops compile cache 2\n"
 
@@ -47,15 +47,7 @@ def save_cache(path: str | os.PathLike[str]) -> int:
     parts = {"": saved[0], **triton_files.collect()}
     sizes = {name: len(part) for name, part in parts.items()}
     header = json.dumps({"torch": torch.__version__, "device": _device(), "sizes": sizes}).encode() + b"\n"
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + header)
-            file.writelines(parts.values())
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    write_whole(path, (_MAGIC, header, *parts.values()))
     return path.stat().st_size
 
 

@@ -8,11 +8,11 @@ hash of its source, its arguments' types, Triton and the device; beside them the
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from specops.compile.whole_file import write_whole
 
 # Triton's list of a kernel's files, which holds their whole paths.
 _GROUP = "__grp__"
@@ -41,7 +41,8 @@ def restore(files: dict[str, bytes]) -> int:
         ValueError: a name that is none of a file in a folder.
     """
     for name in files:
-        if len(PurePosixPath(name).parts) != 2 or ".." in name or os.path.isabs(name):
+        parts = PurePosixPath(name).parts
+        if len(parts) != 2 or parts[0] == "/" or ".." in parts:
             raise ValueError(f"{name!r} is no file of a Triton cache")
     if not files:
         return 0
@@ -54,11 +55,7 @@ def restore(files: dict[str, bytes]) -> int:
         if path.exists():
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its place, so that no other process finds half of it.
-        handle, draft = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(_moved(content, path.parent) if path.name.startswith(_GROUP) else content)
-        os.replace(draft, path)
+        write_whole(path, [_moved(content, path.parent) if path.name.startswith(_GROUP) else content])
     return len(files)
 
 

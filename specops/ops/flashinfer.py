@@ -297,8 +297,10 @@ def mha_wrapper_arguments(plan: Plan, key: MhaKey) -> dict[str, Any]:
     return arguments
 
 
+@functools.lru_cache(maxsize=1)
 def hidden_rows_apart(step: HostStep) -> HostStep:
-    """Each request as two, for fa3: the rows before its sequence's start, which see no key, then the others.
+    """Each request as two, for fa3: the rows before its sequence's start, which see no key, then the others. Worked out once
+    for all kernels of a step.
 
     fa3 leaves something other than zeros in a row that sees no key if other rows of its request do (H200, 0.6.13), and
     zeros in all rows of a request without keys. Done in the plan it costs the device nothing: most first parts are empty.

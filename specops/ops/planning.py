@@ -37,7 +37,7 @@ from specops.ops.graph_memory import outside_graph_pools
 KEPT_INLINE_PLANS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HostStep:
     """One step as planners see it: on the host, int32, pinned where there is a GPU.
 

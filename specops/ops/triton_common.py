@@ -329,7 +329,7 @@ def prefetch_block(cache, key, page, wanted, stride_page, stride_key, num_pages,
     column = tl.minimum(tl.arange(0, triton.next_power_of_2(LINES)) * LINE, D - 1)
     page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
     at = cache + (page * stride_page + (key % PAGE_SIZE) * stride_key)[:, None] + column[None, :]
-    prefetch_if(at, wanted[:, None] & (column >= 0)[None, :])
+    prefetch_if(at, wanted[:, None])
 
 
 @triton.jit

@@ -311,10 +311,10 @@ def split_kernel(
         # about to change: that would cost time alone. They are read past the L1 cache, which would keep them.
         hint = tl.minimum(tl.load(seq_lens + guessed, cache_modifier=".cg"), table_keys)
         guessed_head = (unit_id // max_tiles % HEADS).to(tl.int64)
+        k_head, v_head = k_cache + guessed_head * stride_kh, v_cache + guessed_head * stride_vh
         for turn in tl.static_range(PREFETCH):
             key = (index + turn * tl.maximum(tl.num_programs(0) // units, 1)) * BLOCK_N + tl.arange(0, BLOCK_N)
             held = tl.load(pages + key // PAGE_SIZE, mask=key < hint, other=0, cache_modifier=".cg")
-            k_head, v_head = k_cache + guessed_head * stride_kh, v_cache + guessed_head * stride_vh
             prefetch_block(k_head, key, held, key < hint, stride_kp, stride_ks, num_pages, D + D2, PAGE_SIZE)
             if not SHARED_V:
                 prefetch_block(v_head, key, held, key < hint, stride_vp, stride_vs, num_pages, DV, PAGE_SIZE)

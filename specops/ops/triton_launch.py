@@ -36,7 +36,7 @@ MERGE_PROGRAMS_PER_SM = 8
 # The same with a wide merge, whose programs have 128 threads: 64 registers of partial results each.
 WIDE_MERGE_COLUMNS, WIDE_MERGE_PARTS, WIDE_MERGE_BYTES = 512, 16, 32768
 # With more parts of short rows, as a single request has them: all at once, and programs of one warp, so many of them.
-# H200, 2026-11-30, 4 rows of 4096 keys, us by value columns and warps: 64, 1 10.2; 32, 1 10.5; 64, 2 10.4; 128, 1 10.9.
+# H200, 2026-11-30, 4 rows of 4096 keys, us by value columns and warps: 64, 1 10.2; 32, 1 10.5; 64, 2 10.4; 128, 1 11.5.
 SHORT_MERGE_COLUMNS, SHORT_MERGE_PARTS = 64, 32
 # Elements of a partial that the last program of a unit merges at a time: several of them are in registers at once.
 MERGE_ELEMENTS = 4096

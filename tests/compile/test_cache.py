@@ -58,6 +58,11 @@ def test_a_process_that_loads_the_file_compiles_nothing(tmp_path: Path) -> None:
     assert second["out"] == first["out"]
     assert (second["hits"], second["misses"]) == (2, 0)
     assert second["loaded"]["inductor"] == 2
+    content = path.read_bytes()
+    for other in (content[:-1], content + b"x"):
+        path.write_bytes(other)
+        with pytest.raises(ValueError, match="cut off or broken"):
+            load_cache(path)
 
 
 def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:

@@ -84,6 +84,9 @@ def test_fa3_is_planned_with_the_rows_before_a_sequence_apart() -> None:
     assert step.page_start.tolist() == [0, 0, 3, 3, 4, 4, 4]
     assert step.last_page_lens.tolist() == [0, 1, 0, 2, 0, 0]
     assert step.uniform_width is None
+    assert flashinfer.hidden_rows_apart(plan.step) is step, "once for all kernels of a step"
+    plan.update(table, lens + 1, case.layout)
+    assert flashinfer.hidden_rows_apart(plan.step).seq_lens.tolist() == [0, 10, 0, 3, 0, 1]
 
 
 @pytest.mark.parametrize("query_lens", [1, 4, (3, 1)])

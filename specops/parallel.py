@@ -27,8 +27,10 @@ This module knows no engine. Pipeline, expert and data parallel are not here; ne
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -139,24 +141,45 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
         # Its functions have the group of their import as a default, which would keep its threads to the end; see _leave.
         importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=bound)
-        if kind == "cpu":
-            atexit.register(_leave)
+        atexit.register(_leave)
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     _meshes.append(mesh)
     return mesh
 
 
 def _leave() -> None:
-    """Leave gloo's group and end its threads; a process whose threads outlive the interpreter is aborted now and then.
+    """Leave the process group; of gloo's, a process whose threads outlive the interpreter is aborted now and then.
 
-    The threads end with the last reference to the group, one of which a mesh keeps. NCCL's group is left to the end of the
-    process: captured graphs may still hold its collectives.
+    The threads end with the last reference to the group, one of which a mesh keeps. NCCL's group is left to the end of a
+    process that has failed, as ranks that go on would be waited for.
     """
+    if torch.cuda.is_initialized() and _failed():  # type: ignore[no-untyped-call]
+        return
+    _drop_graphs()
     if dist.is_initialized():
         dist.destroy_process_group()
     for mesh in _meshes:
         getattr(mesh, "_pg_registry", {}).clear()
     _meshes.clear()
+
+
+def _drop_graphs() -> None:
+    """Drop every captured graph of this process, which is about to end.
+
+    NCCL leaves a communicator only when no graph holds its collectives any more, and waits for that without an end. Torch
+    keeps those of ``mode="reduce-overhead"`` until the interpreter is gone, and so does a program its engine.
+    """
+    if not torch.cuda.is_initialized() or _failed():  # type: ignore[no-untyped-call]
+        return
+    torch.cuda.synchronize()
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.cuda.CUDAGraph):
+            found.reset()
+
+
+def _failed() -> bool:
+    """Whether an exception ends this process. Its last collective may be one that no other rank comes to."""
+    return getattr(sys, "last_value", None) is not None
 
 
 @torch.no_grad()
@@ -193,6 +216,10 @@ def shard(*models: nn.Module, mesh: DeviceMesh) -> RankGroup:
             _cut(part, group)
         if device.type != "cpu":
             model.to(torch.device(device.type, torch.cuda.current_device()))
+    if device.type != "cpu":
+        # Once, however many models; also where the process group is somebody else's.
+        atexit.unregister(_drop_graphs)
+        atexit.register(_drop_graphs)
     return group
 
 

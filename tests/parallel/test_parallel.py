@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import specops
+from specops import parallel
 from specops.models.config import ModelConfig
 from specops.models.llama import CausalLM
 from specops.parallel import RankGroup, random_seed, shard, torchrun_mesh
@@ -240,6 +241,33 @@ print(gloo())
     before, after = map(int, done.stdout.split())
     assert before > 0
     assert after == 0
+
+
+def test_every_graph_is_dropped_before_the_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for graphs with its collectives, which torch and a program's engine keep to the end."""
+
+    class Graph:
+        dropped = False
+
+        def reset(self) -> None:
+            self.dropped = True
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    order: list[Any] = []
+    kept, cycle = {"engine": [Graph()]}, [Graph()]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    graphs = [kept["engine"][0], cycle[0]]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: order.extend(graph.dropped for graph in graphs))
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    parallel._leave()
+    parallel._drop_graphs()
+    assert not any(graph.dropped for graph in graphs), "a rank that failed waits for nobody"
+    monkeypatch.delattr(sys, "last_value")
+    parallel._leave()
+    assert order == [True, True]
 
 
 def test_a_whole_model_draws_its_seeds_alone() -> None:

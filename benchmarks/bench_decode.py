@@ -510,13 +510,14 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
             at = {row["batch"]: row["tokens_per_s"] for row in mine if row["system"] == system}
             places = [batches.index(batch) + index * width for batch in at]
             bars = axes.bar(places, list(at.values()), width, label=system)
-            axes.bar_label(bars, fmt="%.0f", fontsize=6)
+            axes.bar_label(bars, fmt="%.0f", fontsize=6, rotation=90, padding=2)
         axes.set_xticks([place + 0.4 - width / 2 for place in range(len(batches))], [f"B={batch}" for batch in batches])
         if len(batches) > 1:
             axes.set_yscale("log")
         axes.set_ylabel("tokens / s")
         axes.set_title(f"{dtype}, {title}", fontsize=9)
-        axes.legend(fontsize=7)
+        axes.margins(y=0.15)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 

@@ -73,8 +73,11 @@ def measure_starts(bench: Bench, folder: Path) -> None:
     cold = starts["cold"]
     if "one bucket" in starts:
         one = starts["one bucket"]["total_s"]
-        bench.data["all_buckets_over_one"] = round((cold["total_s"] - cold["batch_of_one_s"]) / one, 3)
-        bench.data["all_buckets_over_one_with_a_batch_of_one"] = round(cold["total_s"] / one, 3)
+        bench.data["all_buckets_over_one"] = round(cold["total_s"] / one, 3)
+        # Whose attention splits its keys further, by kernels of its own.
+        bench.data["all_buckets_over_one_without_a_batch_of_one"] = round(
+            (cold["total_s"] - cold["batch_of_one_s"]) / one, 3
+        )
     for name in ("second start", "saved cache"):
         if name in starts:
             label = f"{name} over cold".replace(" ", "_")

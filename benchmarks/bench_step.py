@@ -51,7 +51,7 @@ from specops.models.eagle import EagleConfig, EagleHead
 
 PAGE = 16
 WIDTH = 4
-# Twenty sizes up to 32; a batch of one is compiled apart, since torch specialises a dimension of one.
+# Twenty sizes up to 32.
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -279,12 +279,12 @@ def parts(runner: DraftExtendRunner, batch: DraftExtendBatch, way: Any) -> dict[
 
 
 def warm_up(runner: DraftExtendRunner) -> dict[str, Any]:
-    """Time of the first bucket, which compiles, and of those behind it; memory of the graphs."""
+    """Time of the first bucket, which compiles, of those behind it and of a batch of one; memory of the graphs."""
     free = device_free(runner)
     report = runner.warm_up().as_dict()
     by_size = sorted(report["buckets"], key=lambda bucket: -bucket["num_requests"])
     first, others = by_size[0], by_size[1:]
-    # A batch of one is a second compile; the rest are captures alone.
+    # A batch of one has attention kernels of its own; the rest are captures but for two kernels.
     captures = sum(bucket["seconds"] for bucket in others if bucket["num_requests"] > 1)
     alone = sum(bucket["seconds"] for bucket in others if bucket["num_requests"] == 1)
     return {

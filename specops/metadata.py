@@ -102,7 +102,9 @@ def attention_metadata(
     assert layout.query_start is not None
     lens, device = grown(seq_lens, grow), page_table.device
     request = layout.request_ids(num_tokens, page_table.shape[0], device)
-    before_end = layout.query_start[1:].long()[request] - torch.arange(num_tokens, device=device)
+    # Not [1:]: without an end, inductor would have to know how many requests there are (CompiledStep).
+    ends = layout.query_start[1 : page_table.shape[0] + 1]
+    before_end = ends.long()[request] - torch.arange(num_tokens, device=device)
     # Rows after the last request belong to nobody: before_end is not positive there.
     place = torch.where(before_end > 0, lens.long()[request] - before_end, -1)
     slots = slots_of(place, request, page_table, page_size)

@@ -19,7 +19,8 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -35,13 +36,15 @@ _KEPT = ("SHAPE_ENV", "GRAD_MODE")
 _TREES = ("tree_manager_containers", "tree_manager_locks")
 # Whether a thread has its trees.
 _OWNERS = threading.local()
+# What :func:`sizes_of_one` found and has not put back yet.
+_SETTING, _BEFORE = threading.Lock(), list[bool]()
 # Before this CUDA, profilers and graphs do not go together unless this is set, which torch's name of the mode does, too.
 _CUPTI_FROM = (12, 6)
 _CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 
 
-def compiled(step: nn.Module, backend: str, last_call: LastCall | None = None) -> Callable[..., tuple[Tensor, ...]]:
-    """``step`` compiled in one piece.
+class CompiledStep:
+    """``step`` compiled in one piece: once for any number of requests where torch can do that, else for one apart.
 
     Args:
         step: takes its arguments by name.
@@ -49,14 +52,55 @@ def compiled(step: nn.Module, backend: str, last_call: LastCall | None = None) -
         last_call: makes ``mode="reduce-overhead"`` of it: inductor makes CUDA graphs, only the step's arguments are guarded
             (:func:`argument_guards`), and calls of the code are seen here.
     """
-    options: dict[str, Any] = {}
-    name: Any = backend
-    if last_call is not None:
-        name, options = last_call.backend(backend), {"guard_filter_fn": argument_guards}
-    code: Callable[..., tuple[Tensor, ...]] = torch.compile(
-        own_code(step), backend=name, fullgraph=True, options=options or None
-    )
-    return code
+
+    def __init__(self, step: nn.Module, backend: str = "inductor", last_call: LastCall | None = None) -> None:
+        self._step, self._last_call = step, last_call
+        self._backend: Any = backend
+        self._options: dict[str, Any] = {}
+        if last_call is not None:
+            self._backend, self._options = last_call.backend(backend), {"guard_filter_fn": argument_guards}
+        self._serves_several = False
+        self._code = self._new_code()
+
+    def __call__(self, several: bool, /, **arguments: Tensor) -> tuple[Tensor, ...]:
+        """Run it; ``several`` says whether the batch, marked as dynamic, is of more than one request."""
+        if several and not self._serves_several:
+            self._serves_several = True
+            try:
+                with sizes_of_one():
+                    return self._code(**arguments)
+            except torch._dynamo.exc.TorchDynamoException:
+                # Not every op can be compiled so: inductor of torch 2.11, for one, cannot slice the batch without an end.
+                self._code = self._new_code()
+        return self._code(**arguments)
+
+    def _new_code(self) -> Callable[..., tuple[Tensor, ...]]:
+        code: Callable[..., tuple[Tensor, ...]] = torch.compile(
+            own_code(self._step), backend=self._backend, fullgraph=True, options=self._options or None
+        )
+        return code
+
+
+@contextmanager
+def sizes_of_one() -> Iterator[None]:
+    """Torch settings under which code that is traced for several requests serves a single one, too.
+
+    As it is, torch takes a dynamic size for two or more, and compiles again for one. Here nothing is made of a size being
+    one or not, as for sizes that are unknown while code is traced (*backed size-oblivious* shapes). A step that asks by
+    itself whether there is one request still gets code for either answer.
+    """
+    config: Any = torch.fx.experimental._config
+    with _SETTING:
+        _BEFORE.append(config.backed_size_oblivious)
+        config.backed_size_oblivious = True
+    try:
+        yield
+    finally:
+        with _SETTING:
+            # Some releases of torch keep settings for all threads: the last one out puts back what the first one found.
+            before = max(_BEFORE)
+            _BEFORE.remove(before)
+            config.backed_size_oblivious = before
 
 
 class LastCall:
@@ -239,7 +283,7 @@ def own_graph_trees() -> None:
 
 
 def argument_guards(entries: Sequence[Any]) -> list[bool]:
-    """Which of dynamo's guards to keep: those on the step's arguments, which tell a batch of one from others.
+    """Which of dynamo's guards to keep: those on the step's arguments, which tell batches apart.
 
     Most of several hundred guards ask whether a module has changed. They would be asked before every replay, cost more
     than everything else before it, and notice no more than what a captured graph has to do without: a runner itself asks

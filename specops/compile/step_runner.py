@@ -32,7 +32,7 @@ from specops.compile import report
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
 from specops.compile.capture import bound_replay, capture_stream, captures, capturing
-from specops.compile.compiled import BareCall, LastCall, compiled, own_graph_trees, torch_graph
+from specops.compile.compiled import BareCall, CompiledStep, LastCall, own_graph_trees, torch_graph
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.ready import CopyIn, HandOver, HandOverLeft, Ready, Staging, copy_of_outputs
@@ -122,7 +122,7 @@ class StepRunner:
         # Of one name, itemgetter gives the item and not a tuple.
         names = table.names
         self._pick = itemgetter(*names) if len(names) > 1 else lambda batch: (batch[names[0]],)
-        self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
+        self._compiled: CompiledStep | None = None
         self._views: dict[int, dict[str, Tensor]] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
         # What calls torch's own graphs, by bucket.
@@ -472,8 +472,8 @@ class StepRunner:
         if graphs:
             own_graph_trees()
         if self._compiled is None:
-            self._compiled = compiled(self.step, self.compiler, self._last_call if graphs else None)
-        return list(self._compiled(**views))
+            self._compiled = CompiledStep(self.step, self.compiler, self._last_call if graphs else None)
+        return list(self._compiled(next(iter(views.values())).shape[0] > 1, **views))
 
     def _eager(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.step(**rows, **self._planned(rows))

@@ -33,6 +33,17 @@ def top_tokens(logits: Tensor, k: int, *, logprobs: bool = False) -> tuple[Tenso
     return result
 
 
+def column(ranked: Tensor, rank: int, *shape: int) -> Tensor:
+    """``ranked[:, rank]`` of what :func:`top_tokens` has returned, as ``shape``; a view.
+
+    Of an index on an op's output inductor asks whether there is one row, and one request would be compiled apart.
+    """
+    strides = [ranked.shape[1]]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return ranked.as_strided(shape, strides, rank)
+
+
 def _top_tokens(logits: Tensor, k: int, logprobs: bool = False) -> tuple[Tensor, Tensor]:
     values, tokens = logits.topk(k, dim=1)
     values = values.float()

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from specops.compile.compiled import own_code
+from specops.compile.compiled import CompiledStep
 from specops.layout import QueryLayout
 from specops.metadata import attention_metadata
 from specops.spec.verify import choose_next, run_target
@@ -82,8 +82,7 @@ class Forwards:
         page_size: tokens per page.
         chunk_tokens: most rows of one forward; bounds activation memory, not the prompt's length.
         aux_layers: the target's residual streams the draft reads, if not its last hidden state.
-        compiled: compile both with a dynamic number of rows; one request, which torch specialises, and several make two
-            graphs.
+        compiled: compile both, for any number of rows and of requests.
     """
 
     # Row counts are padded to a multiple of this, so that kernels specialised on divisibility are compiled once.
@@ -105,12 +104,12 @@ class Forwards:
         steps: list[nn.Module] = [TargetRows(target, page_size, chunk_tokens, aux_layers)]
         if draft is not None:
             steps.append(DraftRows(draft, page_size, chunk_tokens))
-        self._steps = [torch.compile(own_code(step), fullgraph=True) if compiled else step for step in steps]
+        self._steps = [CompiledStep(step) if compiled else step for step in steps]
         self._device = next(target.parameters()).device
 
     def target(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """``[T, H]`` hidden states for the LM head, and what the draft gets."""
-        hidden, handed_on = self._steps[0](**self._marked(rows))
+        hidden, handed_on = self._run(0, rows)
         return hidden, handed_on
 
     def draft(self, rows: Rows, hidden_states: Tensor) -> Tensor:
@@ -120,7 +119,7 @@ class Forwards:
             hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, missing))
         if self.compiled:
             torch._dynamo.mark_dynamic(hidden_states, 0)
-        (carried,) = self._steps[1](hidden_states=hidden_states, **self._marked(rows))
+        (carried,) = self._run(1, rows, hidden_states=hidden_states)
         return carried
 
     def whole(self, rows: Rows, choose: Choose) -> PrefillOutput:
@@ -152,15 +151,21 @@ class Forwards:
 
     @torch.no_grad()
     def warm_up(self, max_pages: int, max_requests: int) -> None:
-        """Compile for one request and, if there may be more, for several, on rows that write no page."""
+        """Compile for several requests, if there may be, and for one by the same code; on rows that write no page."""
         if not self.compiled:
             return
-        for requests in (1, 2)[: min(max_requests, 2)]:
+        for requests in range(min(max_requests, 2), 0, -1):
             ends = torch.zeros(requests, dtype=torch.int32, device=self._device)
             starts = torch.arange(requests + 1, dtype=torch.int32, device=self._device)
             table = torch.zeros((requests, max_pages), dtype=torch.int32, device=self._device)
             ids = torch.zeros(2 * self.ROWS, dtype=torch.int64, device=self._device)
             self.whole(Rows(ids, starts, ends, table), choose_next)
+
+    def _run(self, place: int, rows: Rows, **more: Tensor) -> tuple[Tensor, ...]:
+        step, arguments = self._steps[place], {**more, **self._marked(rows)}
+        several = (rows.seq_lens.shape[0] > 1,) if isinstance(step, CompiledStep) else ()
+        outputs: tuple[Tensor, ...] = step(*several, **arguments)
+        return outputs
 
     def _marked(self, rows: Rows) -> dict[str, Tensor]:
         if self.compiled:

@@ -18,6 +18,7 @@ from specops.batch import Field, FieldTable
 from specops.layout import QueryLayout
 from specops.metadata import AttentionMetadata, attention_metadata
 from specops.ops.round_end import fit, hand_on
+from specops.ops.top_tokens import column
 from specops.spec.config import SpecConfig
 from specops.spec.plans import RoundHandles
 from specops.spec.sampling import Sampler
@@ -79,7 +80,7 @@ class VerifyStep(nn.Module):
         hidden, handed_on = self.run_tree(tokens, depths, tree_mask, seq_lens, page_table, plan)
         logits = self.target.compute_logits(hidden)  # type: ignore[operator]
         best, likeliest_two = ops.top_tokens(logits, 2)
-        likeliest = likeliest_two[:, 0].reshape(batch, width)
+        likeliest = column(likeliest_two, 0, batch, width)
         if self.sampler is None or rows is None:
             accepted = ops.verify_greedy(tokens, parents, depths, likeliest, num_steps=self.config.num_steps)
         else:
@@ -208,7 +209,10 @@ def choose_next(
         ``[B]`` int64 tokens, ``[B]`` float32 gaps, and with a sampler ``[B]`` float32 log-probabilities.
     """
     best, likeliest_two = ops.top_tokens(logits, 2)
-    tokens, gaps = likeliest_two[:, 0], best[:, 0] - best[:, 1]
+    batch = logits.shape[0]
+    # Of a view with gaps between its elements, as a column is, inductor would ask the same when it is reshaped.
+    tokens = column(likeliest_two, 0, batch).clone()
+    gaps = column(best, 0, batch) - column(best, 1, batch)
     if sampler is None or rows is None:
         return tokens, gaps
     logits = logits[:, None]

@@ -5,6 +5,8 @@ Run alone: pytest tests/compile/test_step_runner.py
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 
 from specops.batch import Field, FieldTable, draft_extend_fields
 from specops.compile import GraphLost, GraphLostError, StepRunner
-from specops.compile.compiled import argument_guards, own_code
+from specops.compile.compiled import CompiledStep, argument_guards, own_code, sizes_of_one
 from specops.compile.draft_extend import _FIELDS
+from specops.compile.report import compiled_graphs
 from tests.compile.fakes import FakeGraph, capture
 
 TABLE = FieldTable(
@@ -176,7 +179,7 @@ def test_the_order_of_a_draft_extend_batchs_fields_is_the_tables() -> None:
 
 
 def test_argument_guards_tell_batches_apart_and_leave_the_rest() -> None:
-    """A batch of one and any larger batch are two graphs; a changed module goes unseen, as it does by a captured graph."""
+    """A step compiled as torch does by itself; a changed module goes unseen, as it does by a captured graph."""
     step = Step()
     counts: list[tuple[int, int]] = []
 
@@ -200,6 +203,85 @@ def test_argument_guards_tell_batches_apart_and_leave_the_rest() -> None:
         assert all(torch.equal(a, b) for a, b in zip(out, expected(batch, torch.ones(2)), strict=True))
     assert counters["stats"]["unique_graphs"] - before == 2
     assert all(3 <= kept <= 6 < given for given, kept in counts), counts
+
+
+class AsksForOne(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x * 2 if x.shape[0] == 1 else x * 3,)
+
+
+def test_one_graph_serves_every_batch_size() -> None:
+    before = compiled_graphs()
+    runner = StepRunner(Step(), TABLE, device="cpu", max_requests=4, buckets=[1, 2, 4], mode="direct", compiler="eager")
+    assert runner.warm_up().compiled_graphs == 1
+    for count in (1, 4, 3, 1, 2):
+        batch = batch_of(count, count)
+        assert all(torch.equal(a, b) for a, b in zip(runner(batch), expected(batch, torch.ones(2)), strict=True))
+    assert compiled_graphs() - before == 1
+    assert runner.explain().recompiles == []
+
+
+def test_a_step_that_asks_whether_there_is_one_request_is_told() -> None:
+    table = FieldTable((Field("x", "request", (), torch.float32),), 1)
+    runner = StepRunner(
+        AsksForOne(), table, device="cpu", max_requests=4, buckets=[1, 2, 4], mode="direct", compiler="eager"
+    )
+    assert runner.warm_up().compiled_graphs == 2
+    for count, factor in ((1, 2), (3, 3), (1, 2)):
+        assert runner({"x": torch.ones(count)})[0].tolist() == [factor] * count
+
+
+def test_what_cannot_be_compiled_for_any_size_is_compiled_for_one_apart() -> None:
+    attempts = []
+
+    def picky(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        attempts.append(torch.fx.experimental._config.backed_size_oblivious)
+        if attempts[-1]:
+            raise RuntimeError("slices of such a size are beyond me")
+        return graph
+
+    step = CompiledStep(Step(), picky)
+    for count in (4, 1, 3):
+        batch = batch_of(count)
+        for tensor in batch.values():
+            if count > 1:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        found = step(count > 1, **batch)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected(batch, torch.ones(2)), strict=True))
+    assert attempts == [True, False, False]
+
+
+def test_a_step_that_cannot_be_compiled_says_why() -> None:
+    class Breaks(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            torch._dynamo.graph_break()
+            return (x,)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        CompiledStep(Breaks(), "eager")(True, x=torch.ones(2))
+    assert torch.fx.experimental._config.backed_size_oblivious is False
+
+
+def test_threads_that_compile_at_once_leave_torchs_settings_as_they_were() -> None:
+    config: Any = torch.fx.experimental._config
+    inside, out = threading.Event(), threading.Event()
+
+    def stays_longer() -> None:
+        with sizes_of_one():
+            inside.set()
+            assert out.wait(60)
+            seen.append(config.backed_size_oblivious)
+        seen.append(config.backed_size_oblivious)
+
+    seen: list[bool] = []
+    other = threading.Thread(target=stays_longer)
+    with sizes_of_one():
+        other.start()
+        assert inside.wait(60)
+    out.set()
+    other.join()
+    assert seen == [True, False]
+    assert config.backed_size_oblivious is False
 
 
 def test_guards_stay_where_those_of_arguments_are_not_found() -> None:

@@ -74,9 +74,10 @@ class RunnerReport:
         return {**asdict(self), "captured": self.captured, "reason": self.reason}
 
     def __str__(self) -> str:
+        graphs = "1 compiled graph" if self.compiled_graphs == 1 else f"{self.compiled_graphs} compiled graphs"
         head = (
             f"{self.name}: mode {self.mode} on {self.device}, {self.tokens_per_request} rows a request, "
-            f"{self.compiled_graphs} compiled graphs in {self.compile_seconds:.1f} s"
+            f"{graphs} in {self.compile_seconds:.1f} s"
         )
         lines = [head, "  requests  graph     seconds  memory MiB  replays  reason"]
         for b in self.buckets:

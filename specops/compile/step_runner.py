@@ -29,10 +29,11 @@ from torch import Tensor, nn
 
 from specops.batch import FieldTable, unpad
 from specops.compile import report
+from specops.compile.bare_call import BareCall, LastCall, own_graph_trees, torch_graph
 from specops.compile.buckets import bucket_for, check_buckets, default_buckets
 from specops.compile.cache import save_cache
 from specops.compile.capture import bound_replay, capture_stream, captures, capturing
-from specops.compile.compiled import BareCall, CompiledStep, LastCall, own_graph_trees, torch_graph
+from specops.compile.compiled import CompiledStep
 from specops.compile.diagnosis import graph_obstacles
 from specops.compile.plans import MakePlan, StepPlan
 from specops.compile.ready import CopyIn, HandOver, HandOverLeft, Ready, Staging, copy_of_outputs

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specops.compile.compiled import own_graph_trees
+from specops.compile.bare_call import own_graph_trees
 
 Result = TypeVar("Result")
 # How long a thread that was told to stop may take to do so.

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="the staging kernel is a Triton kernel")
 
 from specops.batch import Field, FieldTable
 from specops.compile import GraphLost, StepRunner, launch, ready, step_runner
-from specops.compile.compiled import TorchGraph, torch_graph
+from specops.compile.bare_call import TorchGraph, torch_graph
 from specops.compile.ready import HandOverLeft
 from specops.compile.staging import FusedCopy, FusedStaging
 from tests.compile.fakes import CallCounter, FakeDriver, as_library, kernel
@@ -361,7 +361,7 @@ def test_outputs_that_torch_leaves_are_copied_by_one_launch(monkeypatch: pytest.
 TREES = """
     import ctypes, gc, sys, threading
     import torch
-    from specops.compile.compiled import own_graph_trees
+    from specops.compile.bare_call import own_graph_trees
 
     names = ("tree_manager_containers", "tree_manager_locks")
     # torch 2.11 stashes without a reference of its own, later ones take one. They do as 2.11 here.

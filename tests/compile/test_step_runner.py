@@ -251,6 +251,44 @@ def test_what_cannot_be_compiled_for_any_size_is_compiled_for_one_apart() -> Non
     assert attempts == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("squeezes", "graphs"),
+    [
+        (lambda x: x.squeeze(0), 2),
+        (lambda x: torch.squeeze(x, dim=-2), 2),
+        (lambda x: x.squeeze((0, 1)), 2),
+        (lambda x: x.clone().squeeze_(0), 2),
+        (torch.squeeze, 2),
+        (lambda x: x[None].squeeze(0), 1),
+        (lambda x: x[:, :1].squeeze(1), 1),
+    ],
+)
+def test_a_squeeze_that_means_another_thing_for_one_request_is_compiled_apart(squeezes: Any, graphs: int) -> None:
+    class Squeezes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (squeezes(x).sum(0),)
+
+    before, code = compiled_graphs(), CompiledStep(Squeezes(), "eager")
+    for count in (3, 1, 2):
+        x = torch.randn(count, 6, generator=torch.Generator().manual_seed(count))
+        torch._dynamo.mark_static(x, 1)
+        if count > 1:
+            torch._dynamo.mark_dynamic(x, 0)
+        assert torch.equal(code(count > 1, x=x)[0], squeezes(x.clone()).sum(0))
+    assert compiled_graphs() - before == graphs
+
+
+def test_a_squeeze_that_is_met_later_is_compiled_as_torch_does_by_itself() -> None:
+    class Squeezes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return ((x.squeeze(0) if x.shape[0] < 3 else x * 2).sum(0),)
+
+    code = CompiledStep(Squeezes(), "eager")
+    for count in (4, 2, 1, 3):
+        x = torch.randn(count, 6, generator=torch.Generator().manual_seed(count))
+        assert torch.equal(code(count > 1, x=x)[0], Squeezes()(x)[0])
+
+
 def test_a_step_that_cannot_be_compiled_says_why() -> None:
     class Breaks(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor]:

@@ -23,7 +23,7 @@ def test_compiled_prefill_gives_the_ids_of_transformers_from_one_graph_a_model(m
     head = untrained_head(target, format="eagle3")
     engine = Engine(target, head, SpecConfig(3, 2, 6), max_requests=3, max_context=64, page_size=4)
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda step, **options: real(step, backend="eager", **options))
+    monkeypatch.setattr(torch, "compile", lambda step, **options: real(step, **{**options, "backend": "eager"}))
     before = compiled_graphs()
     engine._forwards = Forwards(target, head, 4, chunk_tokens=40, aux_layers=head.config.aux_layers, compiled=True)
     engine._forwards.warm_up(engine.pages.max_pages, 3)

@@ -153,7 +153,7 @@ def _leave() -> None:
     The threads end with the last reference to the group, one of which a mesh keeps. NCCL's group is left to the end of a
     process that has failed, as ranks that go on would be waited for.
     """
-    if torch.cuda.is_initialized() and _failed():  # type: ignore[no-untyped-call]
+    if _failed_on_gpu():
         return
     _drop_graphs()
     if dist.is_initialized():
@@ -169,7 +169,7 @@ def _drop_graphs() -> None:
     NCCL leaves a communicator only when no graph holds its collectives any more, and waits for that without an end. Torch
     keeps those of ``mode="reduce-overhead"`` until the interpreter is gone, and so does a program its engine.
     """
-    if not torch.cuda.is_initialized() or _failed():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized() or _failed_on_gpu():  # type: ignore[no-untyped-call]
         return
     torch.cuda.synchronize()
     for found in gc.get_objects():
@@ -177,9 +177,10 @@ def _drop_graphs() -> None:
             found.reset()
 
 
-def _failed() -> bool:
+def _failed_on_gpu() -> bool:
     """Whether an exception ends this process. Its last collective may be one that no other rank comes to."""
-    return getattr(sys, "last_value", None) is not None
+    failed = getattr(sys, "last_value", None) is not None
+    return failed and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

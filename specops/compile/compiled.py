@@ -29,20 +29,24 @@ class CompiledStep:
         backend: of ``torch.compile``.
         last_call: makes ``mode="reduce-overhead"`` of it: inductor makes CUDA graphs, only the step's arguments are guarded
             (:func:`argument_guards`), and calls of the code are seen here.
+        counted_by: the argument that has a row a request, whose first size is marked as dynamic where it is not one; the
+            first argument when not given.
     """
 
-    def __init__(self, step: nn.Module, backend: str = "inductor", last_call: LastCall | None = None) -> None:
-        self._step = step
-        self._backend: Any = backend
+    def __init__(
+        self, step: nn.Module, backend: Any = "inductor", last_call: LastCall | None = None, *, counted_by: str | None = None
+    ) -> None:
+        self._step, self._counted_by = step, counted_by
+        self._backend = backend
         self._options: dict[str, Any] = {}
         if last_call is not None:
             self._backend, self._options = last_call.backend(backend), {"guard_filter_fn": argument_guards}
         self._met_several = False
         self._code = self._new_code(for_one_too(self._backend))
 
-    def __call__(self, several: bool, /, **arguments: Tensor) -> tuple[Tensor, ...]:
-        """Run it; ``several`` says whether the batch, marked as dynamic, is of more than one request."""
-        if several and not self._met_several:
+    def __call__(self, **arguments: Tensor) -> tuple[Tensor, ...]:
+        counted = arguments[self._counted_by or next(iter(arguments))]
+        if counted.shape[0] > 1 and not self._met_several:
             self._met_several = True
             try:
                 with sizes_of_one():

@@ -474,7 +474,7 @@ class StepRunner:
             own_graph_trees()
         if self._compiled is None:
             self._compiled = CompiledStep(self.step, self.compiler, self._last_call if graphs else None)
-        return list(self._compiled(next(iter(views.values())).shape[0] > 1, **views))
+        return list(self._compiled(**views))
 
     def _eager(self, rows: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.step(**rows, **self._planned(rows))

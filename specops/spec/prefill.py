@@ -104,12 +104,12 @@ class Forwards:
         steps: list[nn.Module] = [TargetRows(target, page_size, chunk_tokens, aux_layers)]
         if draft is not None:
             steps.append(DraftRows(draft, page_size, chunk_tokens))
-        self._steps = [CompiledStep(step) if compiled else step for step in steps]
+        self._steps = [CompiledStep(step, counted_by="seq_lens") if compiled else step for step in steps]
         self._device = next(target.parameters()).device
 
     def target(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """``[T, H]`` hidden states for the LM head, and what the draft gets."""
-        hidden, handed_on = self._run(0, rows)
+        hidden, handed_on = self._steps[0](**self._marked(rows))
         return hidden, handed_on
 
     def draft(self, rows: Rows, hidden_states: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Forwards:
             hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, missing))
         if self.compiled:
             torch._dynamo.mark_dynamic(hidden_states, 0)
-        (carried,) = self._run(1, rows, hidden_states=hidden_states)
+        (carried,) = self._steps[1](hidden_states=hidden_states, **self._marked(rows))
         return carried
 
     def whole(self, rows: Rows, choose: Choose) -> PrefillOutput:
@@ -160,12 +160,6 @@ class Forwards:
             table = torch.zeros((requests, max_pages), dtype=torch.int32, device=self._device)
             ids = torch.zeros(2 * self.ROWS, dtype=torch.int64, device=self._device)
             self.whole(Rows(ids, starts, ends, table), choose_next)
-
-    def _run(self, place: int, rows: Rows, **more: Tensor) -> tuple[Tensor, ...]:
-        step, arguments = self._steps[place], {**more, **self._marked(rows)}
-        several = (rows.seq_lens.shape[0] > 1,) if isinstance(step, CompiledStep) else ()
-        outputs: tuple[Tensor, ...] = step(*several, **arguments)
-        return outputs
 
     def _marked(self, rows: Rows) -> dict[str, Tensor]:
         if self.compiled:

@@ -110,10 +110,10 @@ def leak(subject: Subject, arguments: Mapping[str, Any]) -> str | None:
     case, calls = subject.make(arguments), 8
     for _ in range(3):
         case.run(subject.name)
-    before, held = _live_tensors(), _allocated(subject)
+    before, held = live_tensors(), _allocated(subject)
     for _ in range(calls):
         case.run(subject.name)
-    after = _live_tensors()
+    after = live_tensors()
     if after - before >= calls:
         return f"{calls} equal calls left {after - before} tensors behind"
     if subject.device.type == "cuda" and _allocated(subject) - held >= calls * 512:
@@ -280,7 +280,8 @@ def overwrite(resident: AttentionCase, case: AttentionCase) -> None:
         resident.layout.query_start.copy_(case.layout.query_start)
 
 
-def _live_tensors() -> int:
+def live_tensors() -> int:
+    """How many tensors this process has."""
     gc.collect()
     return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
 

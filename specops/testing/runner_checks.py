@@ -5,7 +5,6 @@ Every check gets a :class:`RunnerSubject`, makes what it needs, and says in word
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specops.compile.report import compiled_graphs
+from specops.testing.backend_checks import live_tensors
 from specops.testing.runner_check import BUCKETS, MAX_REQUESTS, WIDTH, RunnerSubject, close, in_eager_mode, outputs, step
 from specops.testing.shrink import Batches
 from specops.testing.toy_draft import HIDDEN, VOCAB, expected_step, fill_history
@@ -254,10 +254,10 @@ def nothing_left_behind(subject: RunnerSubject) -> str | None:
     fill_history(draft, batch)
     for _ in range(3):
         runner(batch)
-    before = _live_tensors()
+    before = live_tensors()
     for _ in range(calls):
         runner(batch)
-    grown = _live_tensors() - before
+    grown = live_tensors() - before
     return f"{calls} equal calls left {grown} tensors behind" if grown >= calls else None
 
 
@@ -281,8 +281,3 @@ CHECKS: dict[str, Callable[[RunnerSubject], str | None]] = {
 
 def _same(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(before, after, strict=True))
-
-
-def _live_tensors() -> int:
-    gc.collect()
-    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,7 @@ def test_one_graph_serves_every_batch_size() -> None:
         assert all(torch.equal(a, b) for a, b in zip(runner(batch), expected(batch, torch.ones(2)), strict=True))
     assert compiled_graphs() - before == 1
     assert runner.explain().recompiles == []
+    assert ", 1 compiled graph in " in str(runner.explain())
 
 
 def test_a_step_that_asks_whether_there_is_one_request_is_told() -> None:
@@ -246,9 +248,26 @@ def test_what_cannot_be_compiled_for_any_size_is_compiled_for_one_apart() -> Non
         for tensor in batch.values():
             if count > 1:
                 torch._dynamo.mark_dynamic(tensor, 0)
-        found = step(count > 1, **batch)
+        found = step(**batch)
         assert all(torch.equal(a, b) for a, b in zip(found, expected(batch, torch.ones(2)), strict=True))
     assert attempts == [True, False, False]
+
+
+def test_requests_are_counted_by_the_argument_that_is_named() -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        seen.append(torch.fx.experimental._config.backed_size_oblivious)
+        return graph
+
+    class Rows(nn.Module):
+        def forward(self, x: Tensor, lens: Tensor) -> tuple[Tensor]:
+            return (x * 2 + lens.sum(),)
+
+    step = CompiledStep(Rows(), backend, counted_by="lens")
+    for count in (1, 2):
+        step(x=torch.ones(5), lens=torch.ones(count))
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +293,7 @@ def test_a_squeeze_that_means_another_thing_for_one_request_is_compiled_apart(sq
         torch._dynamo.mark_static(x, 1)
         if count > 1:
             torch._dynamo.mark_dynamic(x, 0)
-        assert torch.equal(code(count > 1, x=x)[0], squeezes(x.clone()).sum(0))
+        assert torch.equal(code(x=x)[0], squeezes(x.clone()).sum(0))
     assert compiled_graphs() - before == graphs
 
 
@@ -286,7 +305,7 @@ def test_a_squeeze_that_is_met_later_is_compiled_as_torch_does_by_itself() -> No
     code = CompiledStep(Squeezes(), "eager")
     for count in (4, 2, 1, 3):
         x = torch.randn(count, 6, generator=torch.Generator().manual_seed(count))
-        assert torch.equal(code(count > 1, x=x)[0], Squeezes()(x)[0])
+        assert torch.equal(code(x=x)[0], Squeezes()(x)[0])
 
 
 def test_a_step_that_cannot_be_compiled_says_why() -> None:
@@ -296,11 +315,17 @@ def test_a_step_that_cannot_be_compiled_says_why() -> None:
             return (x,)
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
-        CompiledStep(Breaks(), "eager")(True, x=torch.ones(2))
+        CompiledStep(Breaks(), "eager")(x=torch.ones(2))
     assert torch.fx.experimental._config.backed_size_oblivious is False
 
 
-def test_threads_that_compile_at_once_leave_torchs_settings_as_they_were() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_threads_that_compile_at_once_leave_torchs_settings_as_they_were(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shared:
+        # Settings of some releases are those of all threads.
+        monkeypatch.setattr(torch.fx.experimental, "_config", SimpleNamespace(backed_size_oblivious=False))
     config: Any = torch.fx.experimental._config
     inside, out = threading.Event(), threading.Event()
 
